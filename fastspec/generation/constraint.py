@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,6 +37,9 @@ class Constraint(Protocol):
     def follow(self, answer: list[int]) -> None:
         """Go to the end of an answer, for `fill_rows`."""
 
+    def allows(self, answer: list[int], token: int) -> bool:
+        """True where a token may follow an answer. False says nothing: a mask may have it still."""
+
     @staticmethod
     def fill_rows(states: Sequence[tuple[Any, int]], masks: Tensor) -> None:
         """Write the masks of constraints of this class that stand behind their answers, each to its place in masks
@@ -43,6 +47,34 @@ class Constraint(Protocol):
 
     def check(self) -> None:
         """Raise what went wrong in `fill_rows`."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnyToken:
+    """Constraint that allows every token, by masks of so many words."""
+
+    words: int
+
+    def fill(self, masks: Tensor, answer: list[int], tokens: list[int], parents: list[int]) -> None:
+        masks.fill_(-1)
+
+    def follow(self, answer: list[int]) -> None:
+        """Nothing depends on the answer."""
+
+    def allows(self, answer: list[int], token: int) -> bool:
+        return False  # so that masks are made
+
+    @staticmethod
+    def fill_rows(states: Sequence[tuple[AnyToken, int]], masks: Tensor) -> None:
+        for _, row in states:
+            masks[row] = -1
+
+    def check(self) -> None:
+        """Nothing goes wrong."""
+
+
+Held: TypeAlias = Sequence[tuple[int, Constraint, list[int]]]
+"""Rows with a constraint and the answer so far."""
 
 
 def nodes_of(tree: TokenTree) -> Nodes:
@@ -73,77 +105,112 @@ def unset_bits(device: torch.device) -> Tensor:
 
 class Masks:
     """Masks of the rows of one round after another, filled on the host and brought to a device by one copy, which the
-    host does not wait for."""
+    host does not wait for. Where they lie there stays the same from round to round, so that a captured round may read
+    them: `key` is another where it does not."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.memory = torch.empty(0, dtype=torch.int32, device="cpu")
-        """Masks of all nodes, and behind them a word for each row, which is not 0 where the row is constrained."""
+        self.there = self.memory.to(device)
+        """The memory's copy on the device, which is the memory itself on the CPU."""
         self.unset = unset_bits(device)
         self.copied: torch.cuda.Event | None = None
         """Passed when the device has read the memory."""
 
+    @property
+    def key(self) -> Hashable:
+        """Key of where the masks lie, and of their shape."""
+        return self.there.data_ptr(), self.words.shape
+
     def fill(
         self,
         nodes: Nodes,
-        held: Sequence[tuple[int, Constraint, list[int]]],
+        size: int,
+        held: Held,
         failed: Callable[[int, BaseException], None] = raised,
     ) -> None:
-        """Fill the masks of rows with a constraint and an answer; other rows may take any token. `failed` takes what a
-        row's constraint raises: its masks then say nothing."""
+        """Fill the masks of rows with a constraint and an answer, for logits of `size` tokens; other rows may take any
+        token, and these none past a mask's last bit. `failed` takes what a row's constraint raises: its masks then say
+        nothing."""
         tokens, parents = nodes
-        self._open(len(tokens), len(tokens[0]), max(constraint.words for _, constraint, _ in held))
+        most = max(constraint.words for _, constraint, _ in held)
+        here = self._open(len(tokens), len(tokens[0]), max(most, -(-size // 32)))
         alike = len({(type(constraint), constraint.words) for _, constraint, _ in held}) == 1
         together: list[tuple[Constraint, int]] = []
         for row, constraint, answer in held:
             try:
-                self.constrained[row] = 1
+                if constraint.words < here.shape[2]:
+                    here[row, :, constraint.words :] = 0
                 if alike and len(tokens[0]) == 1:
                     constraint.follow(answer)
                     together.append((constraint, row))
                 else:
-                    self.words[row, :, constraint.words :] = 0
-                    constraint.fill(self.words[row, :, : constraint.words], answer, tokens[row], parents[row])
+                    constraint.fill(here[row, :, : constraint.words], answer, tokens[row], parents[row])
             except BaseException as error:
                 failed(row, error)
         if together:
-            together[0][0].fill_rows(together, self.words[:, 0])
+            roots = here[:, 0]
+            packed = roots if most == roots.shape[1] else roots[:, :most].contiguous()
+            together[0][0].fill_rows(together, packed)
+            if packed is not roots:
+                roots[:, :most] = packed
         for constraint, row in together:
             try:
                 constraint.check()
             except BaseException as error:
                 failed(row, error)
+        self._bring()
 
-    def _open(self, rows: int, nodes: int, words: int) -> None:
-        """Masks [B, N, W] that allow every token."""
-        count = rows * nodes * words
+    def _open(self, rows: int, nodes: int, words: int) -> Tensor:
+        """Masks [B, N, W] on the host that allow every token."""
+        shape, count = (rows, nodes, words), rows * nodes * words
         if self.copied is not None:
             self.copied.synchronize()
-        if len(self.memory) < count + rows:
+        if len(self.memory) < count:
             pinned = self.device.type == "cuda"
-            self.memory = torch.empty(count + rows, dtype=torch.int32, device="cpu", pin_memory=pinned)
-        self.words = self.memory[:count].view(rows, nodes, words).fill_(-1)
-        self.constrained = self.memory[count : count + rows].zero_()
+            self.memory = torch.empty(count, dtype=torch.int32, device="cpu", pin_memory=pinned)
+            self.there = self.memory if self.device.type == "cpu" else self.memory.to(self.device)
+        self.words = self.there[:count].view(shape)
+        """The round's masks [B, N, W] on the device."""
+        return self.memory[:count].view(shape).fill_(-1)
 
-    def masked(self, logits: Tensor) -> Tensor:
-        """logits [B, N, V] with -inf at the tokens that masks forbid, and at those past a mask's last bit. Rows without
-        a constraint stay as they are."""
-        words, constrained = self.words, self.constrained
+    def _bring(self) -> None:
         if self.device.type != "cpu":
-            count = words.numel()
-            memory = self.memory[: count + len(constrained)].to(self.device, non_blocking=self.device.type == "cuda")
-            words, constrained = memory[:count].view(words.shape), memory[count:]
+            self.words.copy_(self.memory[: self.words.numel()].view_as(self.words), non_blocking=True)
         if self.device.type == "cuda":
             self.copied = self.copied or torch.cuda.Event()
             self.copied.record(torch.cuda.current_stream(self.device))
-        forbidden = self.unset.index_select(0, words.view(torch.uint8).flatten().int())
-        forbidden = forbidden.view(torch.bool).view(*words.shape[:2], -1)
-        lacking = logits.shape[-1] - forbidden.shape[-1]
-        if lacking > 0:
-            rest = constrained.bool()[:, None, None].expand(-1, forbidden.shape[1], lacking)
-            forbidden = torch.cat((forbidden, rest), -1)
-        forbidden = forbidden[..., : logits.shape[-1]]
+
+    def masked(self, logits: Tensor) -> Tensor:
+        """logits [B, N, V] with -inf at the tokens that masks forbid; it launches work on the device alone."""
+        forbidden = self.unset.index_select(0, self.words.view(torch.uint8).flatten().int())
+        forbidden = forbidden.view(torch.bool).view(*self.words.shape[:2], -1)[..., : logits.shape[-1]]
         return _without(logits, forbidden) if logits.device.type == "cpu" else logits.masked_fill(forbidden, -torch.inf)
+
+
+class ConstrainedWalk:
+    """Walk of one row down its tree along the likeliest tokens that a constraint allows. `text` is the answer so far,
+    and all nodes `at` stand for it: trees may hold a draft twice."""
+
+    def __init__(self, row: int, constraint: Constraint, answer: list[int]) -> None:
+        self.row, self.constraint, self.text, self.at = row, constraint, list(answer), [0]
+
+    def step(self, token: int, tokens: list[int], parents: list[int], picks: list[int]) -> None:
+        """Pick a token here, and go on to the drafts of it, if any."""
+        for node in self.at:
+            picks[node] = token
+        drafts = range(self.at[0] + 1, len(tokens))
+        self.text.append(token)
+        self.at = [node for node in drafts if tokens[node] == token and parents[node] in self.at]
+
+    def run(self, tokens: list[int], parents: list[int], picks: list[int]) -> bool:
+        """Go on while picks are allowed -> True where a mask has to say what is."""
+        while self.at:
+            token = picks[self.at[0]]
+            if not self.constraint.allows(self.text, token):
+                return True
+            self.step(token, tokens, parents, picks)
+        return False
 
 
 def _without(logits: Tensor, forbidden: Tensor) -> Tensor:

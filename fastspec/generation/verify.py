@@ -21,6 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fastspec.generation.constraint import ConstrainedWalk, Held, Masks, nodes_of, raised, roots_of
 from fastspec.generation.ops import Ops
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.kernels.verification.reference import SamplingSettings
@@ -53,6 +54,48 @@ def pick_draft(scores: Tensor, uniform: Tensor | None, ops: Ops) -> Tensor:
 def walk(tree: TokenTree, picks: Tensor, ops: Ops) -> Verdict:
     """Follow picks [B, N] down the tree."""
     return Verdict(*ops.posterior_walk(tree.tokens, tree.parents, picks, tree.max_path))
+
+
+def pick_allowed(
+    tree: TokenTree,
+    logits: Tensor,
+    picks: Tensor,
+    held: Held,
+    masks: Masks,
+    ops: Ops,
+    failed: Callable[[int, BaseException], None] = raised,
+) -> Tensor:
+    """Picks [B, N], the likeliest tokens of logits [B, N, V], with the likeliest that constraints allow in the rows
+    that are held, at the nodes that their walks reach.
+
+    The likeliest token of all needs no mask where it is allowed. The other nodes get theirs, one of each row at a time
+    and all rows together. `failed` takes what a row's constraint raises.
+    """
+    (tokens, parents), chosen = nodes_of(tree), picks.tolist()
+    going = [ConstrainedWalk(*each) for each in held]
+    while going:
+        waiting: list[ConstrainedWalk] = []
+        for each in going:
+            try:
+                if each.run(tokens[each.row], parents[each.row], chosen[each.row]):
+                    waiting.append(each)
+            except BaseException as error:
+                failed(each.row, error)
+        if not waiting:
+            break
+        errors: dict[int, BaseException] = {}
+        asked = [(place, each.constraint, each.text) for place, each in enumerate(waiting)]
+        masks.fill(roots_of(len(waiting)), logits.shape[-1], asked, errors.__setitem__)
+        rows, nodes = torch.tensor([(each.row, each.at[0]) for each in waiting], device="cpu").to(logits.device).T
+        found = choose(masks.masked(logits[rows, nodes][:, None]), None, ops)[:, 0].tolist()
+        going = []
+        for place, (each, token) in enumerate(zip(waiting, found, strict=True)):
+            if place in errors:
+                failed(each.row, errors[place])
+            else:
+                each.step(token, tokens[each.row], parents[each.row], chosen[each.row])
+                going.append(each)
+    return torch.tensor(chosen, device="cpu").to(picks.device)
 
 
 def walk_drawn(tree: TokenTree, scores: Tensor, q: Tensor, uniform: Tensor, ops: Ops) -> Verdict:

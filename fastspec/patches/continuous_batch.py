@@ -24,6 +24,7 @@ from fastspec.config import ContinuousBatch
 from fastspec.devices import free_memory, made_current
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.capture import SPENT
+from fastspec.generation.constraint import AnyToken
 from fastspec.generation.drafters.base import Decoding, check_rows
 from fastspec.generation.engine.call import Request
 from fastspec.generation.engine.engine import Engine
@@ -262,14 +263,14 @@ class Continuous:
         the seconds that it took.
 
         There are prompts of up to `length` tokens, as far as a row has room for them, and rounds of every number of
-        rows, greedy and sampled; where these are captured their buffers have room for texts of `length` tokens from
-        then on. A longer text makes them larger, and what was captured is captured anew, while all rows wait. None: as
-        many tokens as a row has room for, 3,968 at most, or as fit half of the free memory. N-gram drafts have graphs
-        for many shapes of trees, of which a warm-up sees some. To be called before prompts come: `stats` begin anew
-        behind it. Of processes that hold the model together the first one's call is that of all; in the others it does
-        nothing.
-        `told` is called with (calls that are done, of how many). Raises Unsupported for a `length` below 1, and for
-        rows without room for an answer.
+        rows, greedy and sampled; where these are captured there are also rounds held to grammars, unless several
+        processes hold the model, and buffers have room for texts of `length` tokens from then on. A longer text makes
+        them larger, and what was captured is captured anew, while all rows wait. None: as many tokens as a row has room
+        for, 3,968 at most, or as fit half of the free memory. N-gram drafts have graphs for many shapes of trees, of
+        which a warm-up sees some. To be called before prompts come: `stats` begin anew behind it. Of processes that
+        hold the model together the first one's call is that of all; in the others it does nothing. `told` is called
+        with (calls that are done, of how many). Raises Unsupported for a `length` below 1, and for rows without room
+        for an answer.
         """
         length = self._warm_length() if length is None else length
         longest = min(length, self.max_length - WARM_NEW)
@@ -280,9 +281,9 @@ class Continuous:
         if self.ranks is not None and not self.ranks.leads:
             return 0.0
         rounds, captures = self._widths.current, self._widths.current.engine.target.captures
-        calls = list(
-            open_batch_calls(longest, self._widths.steps, min(rounds.together, self._widths.rows), captures=captures)
-        )
+        steps, together = self._widths.steps, min(rounds.together, self._widths.rows)
+        constrains = captures and self.ranks is None  # others hear of options alone
+        calls = list(open_batch_calls(longest, steps, together, captures=captures, constrains=constrains))
         began, numbers = time.perf_counter(), torch.Generator().manual_seed(0)
         vocabulary = self.model.config.get_text_config().vocab_size
         whole: dict[str, Any] = {
@@ -292,19 +293,25 @@ class Continuous:
         }
         tell = told or (lambda done, of: None)
         self._between_turns("reserve", room_for(length, rounds.engine.main.longest) if captures else 0)
-        for done, (lengths, options) in enumerate(calls):
+        for done, (lengths, options, constrained) in enumerate(calls):
             tell(done, len(calls))
             self._between_turns("narrow")  # each call in rounds of its own number of rows
             texts = [torch.randint(vocabulary, (1, count), generator=numbers, device="cpu") for count in lengths]
+            ask = self._submit_constrained if constrained else self.submit
             with self._changed:  # so that they come at once
-                futures = [
-                    self.submit(row, attention_mask=torch.ones_like(row), seed=0, **whole, **options) for row in texts
-                ]
+                futures = [ask(row, attention_mask=torch.ones_like(row), seed=0, **whole, **options) for row in texts]
             for future in futures:
                 future.result()
         self._between_turns("begin")  # the last turn counts on behind its answers
         tell(len(calls), len(calls))
         return time.perf_counter() - began
+
+    def _submit_constrained(self, ids: Tensor, seed: int, **options: Any) -> AnswerFuture:
+        """`submit`, behind a constraint that allows every token."""
+        single = self.prepared(ids, None, None, seed, options)
+        words = -(-self.model.config.get_text_config().vocab_size // 32)
+        single.rule = replace(single.rule, constraint=AnyToken(words))
+        return self.arrive(single)
 
     def _warm_length(self) -> int:
         """Length of the texts that a warm-up is for where nobody says it."""

@@ -64,10 +64,10 @@ def room_for(length: int, longest: int) -> int:
 
 
 def open_batch_calls(
-    length: int, steps: Sequence[int], together: int, *, captures: bool
-) -> Iterator[tuple[list[int], dict[str, Any]]]:
-    """Prompts that warm up an open batch: the tokens of prompts that come at once, `length` at most, and how their
-    tokens are chosen.
+    length: int, steps: Sequence[int], together: int, *, captures: bool, constrains: bool
+) -> Iterator[tuple[list[int], dict[str, Any], bool]]:
+    """Prompts that warm up an open batch: the tokens of prompts that come at once, `length` at most, how their tokens
+    are chosen, and whether behind a constraint, where the batch `constrains`.
 
     First come the passes that read prompts, alone and up to `together` of them at once; where passes are captured each
     comes twice: the first one compiles. Then come rounds of every number of rows in `steps`.
@@ -76,10 +76,10 @@ def open_batch_calls(
     passes = [*([width] for width in widths(length, 1, captures=captures)), *sorted(several, key=max, reverse=True)]
     for lengths in passes:
         for _ in range(1 + captures):
-            yield lengths, GREEDY
+            yield lengths, GREEDY, False
     for count in steps:
-        for options in (GREEDY, SAMPLED):
-            yield [min(padded_width(1), length)] * count, options
+        for options, constrained in ((GREEDY, False), (SAMPLED, False), *[(GREEDY, True)] * constrains):
+            yield [min(padded_width(1), length)] * count, options, constrained
 
 
 def warmup(

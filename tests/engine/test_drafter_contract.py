@@ -18,7 +18,15 @@ import fastspec
 from fastspec import Unsupported
 from fastspec.generation.drafters.base import OPTIONAL, Drafter, HostDrafter, Place, Traits, adopt, adopt_decoding
 from fastspec.generation.engine.round_program import RoundProgram
-from fastspec.generation.engine.schedule import Eager, GraphFromScore, GraphOfScore, SplitGraph, WholeGraph, schedule_of
+from fastspec.generation.engine.schedule import (
+    Eager,
+    FedGraph,
+    GraphFromScore,
+    GraphOfScore,
+    SplitGraph,
+    WholeGraph,
+    schedule_of,
+)
 from fastspec.generation.tree import TokenTree
 from fastspec.patches.backends import TORCH
 
@@ -126,13 +134,17 @@ def test_a_host_drafter_observes_by_its_digest_of_what_was_accepted():
         (True, Place.HOST, Place.HOST, GraphOfScore),
         (True, None, Place.DEVICE, WholeGraph),
         (True, None, Place.HOST, SplitGraph),
+        (False, Place.DEVICE, Place.FED, Eager),
+        (True, Place.DEVICE, Place.FED, SplitGraph),  # trees of drafts, which the host reads
+        (True, Place.HOST, Place.FED, GraphOfScore),
+        (True, None, Place.FED, FedGraph),
     ],
 )
 @pytest.mark.parametrize("draws", [False, True])
 def test_the_places_of_the_phases_choose_the_schedule(captures, drafts, decides, kind, draws):
     """Where the host drafts, drafts that bring their distributions are judged outside the graph."""
     target: Any = SimpleNamespace(captures=captures)
-    drafter: Any = None if drafts is None else SimpleNamespace(traits=Traits(drafts, draws=draws))
+    drafter: Any = None if drafts is None else SimpleNamespace(traits=Traits(drafts, draws=draws), max_path=2)
     kind = GraphOfScore if kind is GraphFromScore and draws else kind
     program = RoundProgram(target, drafter, TORCH, SimpleNamespace())  # type: ignore[arg-type]
     assert type(schedule_of(program, SimpleNamespace(place=decides))) is kind  # type: ignore[arg-type]

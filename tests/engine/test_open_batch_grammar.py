@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from helpers.captured import stand_in, what_no_graph_served
 from helpers.devices import ON_CUDA
 from helpers.generate import TREE, seer
 from helpers.grammars import END, SCHEMA, SIZE, TOKENIZER, terse
 from helpers.open import alone, texts, told
 
 import fastspec
+from fastspec.generation.constraint import Masks
+from fastspec.generation.engine.schedule import FedGraph, Schedule, SplitGraph
 
 pytest.importorskip("llguidance")
 
@@ -30,10 +33,15 @@ def asked(number: int) -> dict[str, Any]:
     return {"max_new_tokens": 24, "eos_token_id": END, **held, **how}
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
+@pytest.mark.parametrize("device", ["cpu", "captured", pytest.param("cuda", marks=ON_CUDA)])
 @pytest.mark.parametrize("assistant", ["autoregressive", "nasd", TREE], ids=str)
-def test_rows_with_and_without_grammars_answer_as_by_themselves(assistant: Any, device: str) -> None:
+def test_rows_with_and_without_grammars_answer_as_by_themselves(
+    assistant: Any, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Greedy ones as the unpatched model, sampled ones as their seed alone without drafts."""
+    if device == "captured":
+        stand_in(monkeypatch)
+        device = "cpu"
     plain, model = terse().to(device), terse().to(device)
     prompts = [ids.to(device) for ids in texts(*range(3, 19))]
     with fastspec.patched(model, eagle3=seer(model).to(device)):
@@ -47,6 +55,81 @@ def test_rows_with_and_without_grammars_answer_as_by_themselves(assistant: Any, 
         options = asked(number)
         if not options["do_sample"]:
             assert found[number] == alone(plain, ids, options.pop("max_new_tokens"), **options)
+
+
+@pytest.mark.parametrize("assistant", ["autoregressive", TREE], ids=str)
+def test_masks_of_greedy_rows_are_filled_together(assistant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once in a round without drafts, of which graphs hold all else; for each depth of a tree at the most, and never
+    for all of its nodes."""
+    stand_in(monkeypatch)
+    plain, model, prompts = terse(), terse(), texts(5, 6, 7)
+    fill, step, fills, rounds = Masks.fill, Schedule.step, list[int](), list[tuple[Schedule, int, int]]()
+
+    def filled(masks: Masks, nodes: Any, size: int, held: Any, *more: Any) -> None:
+        fills.append(len(held))
+        assert {len(tokens) for tokens in nodes[0]} == {1}
+        fill(masks, nodes, size, held, *more)
+
+    def stepped(schedule: Schedule, *call: Any) -> Any:
+        before = len(fills)
+        done, emitted = step(schedule, *call)
+        rounds.append((schedule, len(fills) - before, max(row[0] for row in emitted)))
+        return done, emitted
+
+    monkeypatch.setattr(Masks, "fill", filled)
+    monkeypatch.setattr(Schedule, "step", stepped)
+    grammar = fastspec.Grammar(TOKENIZER, json_schema=SCHEMA)
+    options = {"eos_token_id": END, "do_sample": False, "logits_processor": [grammar]}
+    with fastspec.patched(model, eagle3=seer(model)), fastspec.continuous(model, assistant, rows=3) as batch:
+        found = told([batch.submit(ids, max_new_tokens=24, **options) for ids in prompts])
+    assert found == [alone(plain, ids, 24, **options) for ids in prompts]
+    assert len(rounds) > 8 and max(fills) > 1
+    replays = list[int]()
+    for schedule, count, accepted in rounds:
+        assert count == 1 if assistant == "autoregressive" else count <= 1 + accepted
+        assert isinstance(schedule, FedGraph if assistant == "autoregressive" else SplitGraph)
+        replays.append(schedule.back.replays)
+    assert max(replays) > 3
+
+
+@pytest.mark.parametrize("assistant", ["autoregressive", TREE], ids=str)
+def test_constrained_rounds_behind_a_warm_up_find_everything_captured(
+    assistant: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(monkeypatch)
+    ran, model = what_no_graph_served(monkeypatch), terse()
+    grammar = fastspec.Grammar(TOKENIZER, json_schema=SCHEMA)
+    options = {"max_new_tokens": 20, "do_sample": False, "logits_processor": [grammar]}
+    with fastspec.patched(model, eagle3=seer(model)), fastspec.continuous(model, assistant, rows=2) as batch:
+        batch.warmup(length=60)
+        ran.clear()
+        for prompts in (texts(9, 3), texts(7), texts(4, 5, 6)):
+            told([batch.submit(ids, **options) for ids in prompts])
+    assert not ran
+
+
+def test_roots_are_scored_before_the_host_has_read_the_round_in_front_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside rows without a grammar, while prompts join and rows end, after which other graphs take over."""
+    stand_in(monkeypatch)
+    plain, model, begun = terse(), terse(), list[bool]()
+    launch = FedGraph._launch
+    monkeypatch.setattr(
+        FedGraph, "_launch", lambda self, *call: begun.append(self.begun is not None) or launch(self, *call)
+    )
+    grammar = fastspec.Grammar(TOKENIZER, regex="[a-f0-9]{40}")
+    held = {"eos_token_id": END, "do_sample": False, "logits_processor": [grammar]}
+    free = {"eos_token_id": SIZE + 1, "do_sample": False}
+    asked = [(40 - 3 * place, held if place % 3 else free) for place in range(9)]
+    prompts = texts(*range(4, 13))
+    with fastspec.patched(model), fastspec.continuous(model, "autoregressive", rows=2, max_length=64) as batch:
+        futures = [
+            batch.submit(ids, max_new_tokens=count, **options)
+            for ids, (count, options) in zip(prompts, asked, strict=True)
+        ]
+        found = told(futures)
+    wanted = [alone(plain, ids, count, **how) for ids, (count, how) in zip(prompts, asked, strict=True)]
+    assert found == wanted
+    assert sum(begun) > 30 and not all(begun)
 
 
 def test_what_a_grammar_raises_ends_its_prompt_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from helpers.trees import drawn_tree
 from torch import Tensor
 
 from fastspec import Unsupported
+from fastspec.generation.constraint import Masks
 from fastspec.generation.drafters.base import Place
 from fastspec.generation.engine.batching import Batch
 from fastspec.generation.engine.call import Request
@@ -34,6 +35,7 @@ from fastspec.patches.backends import TORCH
 VOCAB = 3  # that of `drawn_tree`
 ROWS, NODES = 40, 6
 ELSEWHERE = torch.device("meta")  # as the default device: a tensor that is made without one cannot meet the others
+MASKS = Masks(torch.device("cpu"))
 TEXT = (torch.tensor([[5, 6]]), torch.tensor([2]))
 
 
@@ -337,10 +339,10 @@ def test_a_call_is_decided_by_its_steps_else_its_history_else_its_choice():
     plain, steps, process = Choice(TORCH, ChoiceRule()), SimpleNamespace(lengths=()), AtRows()
     request = asked(process_at=process)
     batch = Batch(request, Stats())
-    assert verifier_of(plain, asked(), batch) is plain
+    assert verifier_of(plain, asked(), batch, MASKS) is plain
     history, lockstep = (
-        verifier_of(plain, request, batch),
-        verifier_of(plain, asked(process_at=process, steps=steps), batch),
+        verifier_of(plain, request, batch, MASKS),
+        verifier_of(plain, asked(process_at=process, steps=steps), batch, MASKS),
     )
     assert isinstance(history, WithHistory) and isinstance(lockstep, InLockstep)
     assert (history.choice, history.process_at, history.history, history.batch) == (
@@ -355,9 +357,9 @@ def test_a_call_is_decided_by_its_steps_else_its_history_else_its_choice():
 def test_a_mixture_takes_no_processors_with_a_history_and_no_answers():
     choice = mixed(False)[0]
     batch = Batch(asked(), Stats())
-    assert verifier_of(choice, asked(), batch) is choice
-    assert isinstance(verifier_of(choice, asked(steps=SimpleNamespace(lengths=())), batch), InLockstep)
+    assert verifier_of(choice, asked(), batch, MASKS) is choice
+    assert isinstance(verifier_of(choice, asked(steps=SimpleNamespace(lengths=())), batch, MASKS), InLockstep)
     for changes in ({"process_at": AtRows()}, {"answers": [[1], [2], [3]]}):
         with pytest.raises(Unsupported, match="a mixture of two models' distributions takes no processors"):
-            verifier_of(choice, asked(**changes), batch)
-    assert isinstance(verifier_of(Choice(TORCH, ChoiceRule()), asked(answers=[[1]] * 3), batch), Choice)
+            verifier_of(choice, asked(**changes), batch, MASKS)
+    assert isinstance(verifier_of(Choice(TORCH, ChoiceRule()), asked(answers=[[1]] * 3), batch, MASKS), Choice)

@@ -103,10 +103,12 @@ Process = Callable[[Tensor], Tensor]
 
 class Place(Enum):
     """Place of a phase of a round. A DEVICE phase reads and writes tensors that stay where they are and waits for
-    nothing, so a CUDA graph can hold it; a HOST phase runs Python between two launches."""
+    nothing, so a CUDA graph can hold it; a HOST phase runs Python between two launches. A FED phase, of verifiers
+    alone, is a DEVICE phase that reads what the host writes while the device scores (`FedVerifier`)."""
 
     HOST = "host"
     DEVICE = "device"
+    FED = "fed"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from fastspec.generation.capture import SPENT
+from fastspec.generation.constraint import Masks
 from fastspec.generation.drafters.base import Drafter, HostDrafter, MixingDrafter, Place, RootsOnly
 from fastspec.generation.drafters.given_text import GivenText
 from fastspec.generation.drafters.tree_sizes import TreeSizes
 from fastspec.generation.engine.call import Fallback, RoundState
 from fastspec.generation.engine.round_program import Round, RoundProgram
-from fastspec.generation.engine.schedule import Emitted, Schedule, schedule_of
+from fastspec.generation.engine.schedule import Emitted, Schedule, place_of, schedule_of
 from fastspec.generation.engine.verifier import Choice, ChoiceRule, Draws, MixedChoice, Verifier
 from fastspec.generation.ops import Ops
 from fastspec.generation.stats import Clock, Stats
@@ -47,6 +48,8 @@ class Engine(Generic[TargetT]):
         sizes: TreeSizes | None = None,
     ) -> None:
         self.target, self.ops, self.state = target, ops, RoundState(rows, target.lengths.device)
+        self.masks = Masks(self.state.root.device)
+        """Of rows that are constrained."""
         draws = Draws(ops, self.state.streams, target.lengths) if rule.sample else None
         self.choice = Choice(ops, rule, draws)
         if isinstance(drafter, MixingDrafter):
@@ -127,6 +130,7 @@ class Engine(Generic[TargetT]):
         (None: their only one). root [1] is the first token of its answer, or NO_TOKEN: then the prompt is about to
         leave. No round may be in flight."""
         self.settle()
+        self._leave()
         self.target.copy_row(row, target, count, source or 0)
         if drafter is not None and self.drafter is not None:
             if source is None:
@@ -222,10 +226,17 @@ class Engine(Generic[TargetT]):
     def _step(
         self, program: RoundProgram, longest: int, stats: Stats, verifier: Verifier, asynchronous: bool
     ) -> Emitted:
-        key = program, verifier.place
+        key = program, place_of(program, verifier)
         schedule = self.schedules.get(key) or self.schedules.setdefault(key, schedule_of(program, verifier))
+        self._leave(schedule)
         self.last, emitted = schedule.step(verifier, longest, stats, asynchronous)
         return emitted
+
+    def _leave(self, schedule: Schedule | None = None) -> None:
+        """Forget what schedules, but for this one, have begun of the next round."""
+        for each in self.schedules.values():
+            if each is not schedule:
+                each.leave()
 
     @contextmanager
     def verifying(self, texts: Sequence[Sequence[int]]) -> Iterator[GivenText]:

@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from fastspec.errors import Unsupported
-from fastspec.generation.constraint import Masks, nodes_of, roots_of
+from fastspec.generation.constraint import Held, Masks, nodes_of, roots_of
 from fastspec.generation.drafters.base import Drafter, MixingDrafter, Place
 from fastspec.generation.engine.engine import Engine, TargetT
 from fastspec.generation.engine.open_batch import OpenBatch, Rule
 from fastspec.generation.engine.round_program import Scored, VerifiedTree
-from fastspec.generation.engine.verifier import BLIND_MIXTURE, Text, Verifier
+from fastspec.generation.engine.verifier import BLIND_MIXTURE, FedVerifier, Text
 from fastspec.generation.ops import Ops
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
-from fastspec.generation.verify import RowProcessor, choose, walk, walk_with_history
+from fastspec.generation.verify import RowProcessor, choose, pick_allowed, walk, walk_with_history
 from fastspec.kernels.verification.reference import NO_TOKEN, uniform_at
 
 NEVER_PICKED = NO_TOKEN - 1
 """Stands for the drafts of a row that takes none."""
 
 
-class OwnRules(Verifier):
+class OwnRules(FedVerifier):
     """The choice by the rule of each row's prompt.
 
-    While all rows take the likeliest tokens that is one argmax, which a captured round may hold; any other rule is the
-    host's to apply, row by row. Draws are by `uniform_at`, so that a seed gives its tokens whatever the trees and the
-    other rows are. Drafts must not be drawn.
+    While all rows take the likeliest tokens that is one argmax, which a captured round may hold, also of tokens that
+    constraints allow; any other rule is the host's to apply, row by row. Draws are by `uniform_at`, so that a seed
+    gives its tokens whatever the trees and the other rows are. Drafts must not be drawn.
     """
 
     def __init__(self, batch: OpenBatch, target: Target, ops: Ops) -> None:
@@ -39,8 +39,11 @@ class OwnRules(Verifier):
 
     @property
     def place(self) -> Place:  # type: ignore[override]
-        """The device's while all rows that go on have the plain rule."""
-        return Place.HOST if self._ruled() else Place.DEVICE
+        """The device's while all rows that go on have the plain rule, behind constraints or not."""
+        ruled = self._ruled()
+        if not ruled:
+            return Place.DEVICE
+        return Place.FED if all(rule.is_greedy and not rule.is_plain for _, rule in ruled) else Place.HOST
 
     def check(self, rule: Rule) -> None:
         """Raise Unsupported for a prompt's rule that cannot be followed: there is none."""
@@ -60,7 +63,7 @@ class OwnRules(Verifier):
         assert held is not None
         rule, scores = held.rule, logits.float()
         if rule.constraint is not None:
-            self.masks.fill(roots_of(1), [(0, rule.constraint, [])])
+            self.masks.fill(roots_of(1), scores.shape[-1], [(0, rule.constraint, [])])
             scores = self.masks.masked(scores[None])[0]
         if rule.process_at is not None:
             assert rule.history is not None
@@ -69,7 +72,10 @@ class OwnRules(Verifier):
 
     def __call__(self, scored: Scored) -> VerifiedTree:
         tree, ruled = scored.tree, self._ruled()
-        logits = self._masked(scored, ruled)
+        logits, size, failed = scored.logits, scored.logits.shape[-1], self.batch.end_later
+        if drawn := self._held(ruled, greedy=False):
+            self.masks.fill(nodes_of(tree), size, drawn, failed)
+            logits = self.masks.masked(logits)
         picks = choose(logits, None, self.ops)
         if not ruled:
             return VerifiedTree(scored, walk(tree, picks, self.ops), None)
@@ -79,6 +85,8 @@ class OwnRules(Verifier):
             tokens = tree.tokens.clone()
             tokens[undrafted, 1:] = NEVER_PICKED
             tree = replace(tree, tokens=tokens)
+        if held := self._held(ruled):
+            picks = pick_allowed(tree, logits, picks, held, self.masks, self.ops, failed)
         for row, rule in ruled:
             if rule.process_at is None and not rule.is_greedy:
                 with self.batch.guarded(row):
@@ -96,14 +104,25 @@ class OwnRules(Verifier):
                         mine[row] = theirs[0]
         return VerifiedTree(scored, verdict, None)
 
-    def _masked(self, scored: Scored, ruled: list[tuple[int, Rule]]) -> Tensor:
-        """The logits, with -inf at what the constraints of rows forbid."""
+    def feed(self, scored: Scored) -> None:
+        self.masks.fill(nodes_of(scored.tree), scored.logits.shape[-1], self._held(self._ruled()), self.batch.end_later)
+
+    def fed(self, scored: Scored) -> VerifiedTree:
+        picks = choose(self.masks.masked(scored.logits), None, self.ops)
+        return VerifiedTree(scored, walk(scored.tree, picks, self.ops), None)
+
+    @property
+    def key(self) -> Hashable:
+        return self.masks.key
+
+    def _held(self, ruled: list[tuple[int, Rule]], greedy: bool = True) -> Held:
+        """Constrained rows whose tokens are the likeliest, or are not, and their answers."""
         answers = self.batch.out.tokens
-        held = [(row, rule.constraint, answers[row]) for row, rule in ruled if rule.constraint is not None]
-        if not held:
-            return scored.logits
-        self.masks.fill(nodes_of(scored.tree), held, self.batch.end_later)
-        return self.masks.masked(scored.logits)
+        return [
+            (row, rule.constraint, answers[row])
+            for row, rule in ruled
+            if rule.constraint is not None and rule.is_greedy == greedy
+        ]
 
     def _picks(self, rule: Rule, scores: Tensor, positions: Tensor) -> Tensor:
         """Tokens [1, N] of one prompt, of scores [1, N, V] and the positions [1, N] of the tokens that are chosen

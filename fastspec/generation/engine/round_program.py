@@ -241,11 +241,7 @@ class RoundProgram:
 
     def round(self, verify: Verify) -> Round:
         """All phases, in bounds of any length."""
-        extent = self.target.bound
-        judged = self._judged(verify, self.draft(extent), extent)
-        done = Round(judged, self.commit(judged))
-        self.observe(done, extent)
-        return done
+        return self.from_scores(verify, self.to_scores())
 
     def to_scores(self) -> Scored:
         """The phases in front of the verdict, in bounds of any length."""
@@ -258,15 +254,19 @@ class RoundProgram:
         self.observe(Round(judged, committed), self.target.bound)
         return committed
 
+    def from_scores(self, verify: Verify, scored: Scored) -> Round:
+        """The verdict on scores, and the phases behind it."""
+        judged = verify(scored)
+        self.mark("choose")
+        done = Round(judged, self.commit(judged))
+        self.observe(done, self.target.bound)
+        return done
+
     def from_tree(self, verify: Verify, tree: TokenTree, extent: int) -> Round:
         """The phases behind a tree of the host's, but for what the host observes."""
-        judged = self._judged(verify, tree, extent)
-        return self.with_digest(Round(judged, self.commit(judged)))
-
-    def _judged(self, verify: Verify, tree: TokenTree, extent: int) -> VerifiedTree:
         judged = verify(self.score(tree, extent))
         self.mark("choose")
-        return judged
+        return self.with_digest(Round(judged, self.commit(judged)))
 
     def marked(self, phases: Callable[[], Value]) -> Marked[Value]:
         """Phases, and the marks that they made."""

@@ -357,7 +357,7 @@ def decode(engine: Engine[TargetT], request: Request, name: str) -> Outcome:
     stats = Stats(assistant=name, rows=len(engine.state.root))
     began, first_runs, captures = time.perf_counter(), SPENT.first_runs, SPENT.captures
     batch = Batch(request, stats)
-    verifier = verifier_of(engine.choice, request, batch)
+    verifier = verifier_of(engine.choice, request, batch, engine.masks)
     if engine.choice.draws is not None and request.steps is None:
         engine.choice.draws.begin(len(request.prompts))
     with timed(stats, "prefill"):

@@ -4,6 +4,8 @@ captured  draft   verify  schedule
 no        any     any     Eager           one phase after another
 yes       DEVICE  DEVICE  WholeGraph      one graph, asynchronous where nothing is read but tokens
 yes       DEVICE  HOST    SplitGraph      a graph on either side of the host's decision
+yes       DEVICE  FED     FedGraph        a graph that scores, and one of what follows, which reads what the host has
+                                          brought meanwhile; of trees with drafts as HOST, since the host reads these
 yes       HOST    DEVICE  GraphFromScore  the host drafts; what follows is a graph for each shape of the tree
 yes       HOST    HOST    GraphOfScore    the host drafts and decides, and scoring alone is a graph; so too where
                                           drafts bring distributions, which a larger graph would have to copy
@@ -12,7 +14,7 @@ yes       HOST    HOST    GraphOfScore    the host drafts and decides, and scori
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias, TypeVar
@@ -23,7 +25,7 @@ from torch import Tensor
 from fastspec.generation.capture import Captured, CapturedByShape
 from fastspec.generation.drafters.base import Place
 from fastspec.generation.engine.round_program import Committed, Marked, Round, RoundProgram, Scored, rounded
-from fastspec.generation.engine.verifier import Verifier
+from fastspec.generation.engine.verifier import FedVerifier, Verifier
 from fastspec.generation.stats import Stats, timed
 from fastspec.generation.tree import TokenTree, Verdict
 
@@ -62,6 +64,9 @@ class Schedule(ABC):
 
     def drain(self) -> None:  # noqa: B027
         """Wait for a round that is in flight, and drop its result."""
+
+    def leave(self) -> None:  # noqa: B027
+        """Forget what was begun of a round whose rows change, or that another schedule runs."""
 
     @property
     def whole(self) -> torch.cuda.CUDAGraph | None:
@@ -145,13 +150,8 @@ class WholeGraph(Schedule):
         emitted = done.committed.emitted
         if not self.spare:
             self.spare = [torch.empty_like(emitted, device="cpu", pin_memory=emitted.is_cuda) for _ in range(2)]
-        # before the next replay writes over it: they follow each other
-        host = self.spare.pop(0).copy_(emitted, non_blocking=True)
-        self.spare.append(host)
-        landed = torch.cuda.Event() if emitted.is_cuda else None
-        if landed is not None:
-            landed.record()
-        return InFlightRound(done, host, landed)
+        self.spare.append(self.spare.pop(0))
+        return _landing(done, self.spare[-1])
 
     @property
     def in_flight(self) -> bool:
@@ -167,11 +167,8 @@ class WholeGraph(Schedule):
         return self.graph.graph
 
     def _ready(self, longest: int) -> bool:
-        """True where a round can be launched without a wait: from its graph, in the buffers as they are."""
-        program = self.program
-        return (
-            program.clock is None and self.graph.ready(program.key) and program.fits(rounded(longest + program.longest))
-        )
+        """True where a round can be launched without a wait."""
+        return _is_ready(self.graph, self.program, longest)
 
 
 class SplitGraph(Schedule):
@@ -202,6 +199,63 @@ class SplitGraph(Schedule):
         held.accepted.copy_(verdict.accepted)
         held.bonus.copy_(verdict.bonus)
         return held
+
+
+class FedGraph(Schedule):
+    """A graph that scores roots, and a graph of what follows: the host prepares the verdict while the device scores."""
+
+    def __init__(self, program: RoundProgram) -> None:
+        super().__init__(program)
+        self.front: Captured[Marked[Scored]] = Captured()
+        self.back: Captured[Marked[Round]] = Captured()
+
+        self.begun: tuple[Hashable, Scored] | None = None
+        """The next round's scores, launched already, and the key of what they were made with."""
+        self.host: Tensor | None = None
+        """Where the host reads such a round's tokens."""
+
+    def step(self, verifier: Verifier, longest: int, stats: Stats, asynchronous: bool) -> tuple[Round, Emitted]:
+        """With `asynchronous` the next round's roots are scored while the host reads this round and does its work."""
+        if not (asynchronous and self._ready(longest + self.program.longest)):
+            return super().step(verifier, longest, stats, asynchronous)
+        done = self._launch(verifier, longest, stats)
+        with timed(stats, "commit"):
+            emitted = done.committed.emitted
+            if self.host is None:
+                self.host = torch.empty_like(emitted, device="cpu", pin_memory=emitted.is_cuda)
+            this = _landing(done, self.host)
+            scored = _run(self.front, self.program, self.program.to_scores, stats)
+            self.begun = self.program.key, scored
+            return done, this.wait()
+
+    def run(self, verifier: Verifier, longest: int, stats: Stats) -> tuple[Round, Emitted]:
+        done = self._launch(verifier, longest, stats)
+        with timed(stats, "commit"):
+            return done, done.committed.emitted.tolist()
+
+    def _launch(self, verifier: Verifier, longest: int, stats: Stats) -> Round:
+        assert isinstance(verifier, FedVerifier)
+        program = self.program
+        program.open(longest)
+        with timed(stats, "draft and score"):
+            begun, self.begun = self.begun, None
+            if begun is not None and begun[0] == program.key:
+                scored = begun[1]
+            else:
+                scored = _run(self.front, program, program.to_scores, stats)
+        with timed(stats, "choose"):
+            verifier.feed(scored)
+        with timed(stats, "commit"):
+            return _run(self.back, program, partial(program.from_scores, verifier.fed, scored), stats, verifier.key)
+
+    def leave(self) -> None:
+        self.begun = None
+
+    drain = leave
+
+    def _ready(self, longest: int) -> bool:
+        """True where the next round's roots can be scored without a wait."""
+        return _is_ready(self.front, self.program, longest)
 
 
 class GraphOfScore(Eager):
@@ -236,21 +290,52 @@ class GraphFromScore(Schedule):
             return done, program.observe_read(done, emitted, extent)
 
 
+def _landing(done: Round, host: Tensor) -> InFlightRound:
+    """A launched round, of which the host reads a copy: the next replay, which writes over it, follows that."""
+    emitted = done.committed.emitted
+    host.copy_(emitted, non_blocking=True)
+    landed = torch.cuda.Event() if emitted.is_cuda else None
+    if landed is not None:
+        landed.record()
+    return InFlightRound(done, host, landed)
+
+
+def _is_ready(graph: Captured[Marked[Value]], program: RoundProgram, longest: int) -> bool:
+    """True where a graph of a round can be launched without a wait, in the buffers as they are."""
+    return program.clock is None and graph.ready(program.key) and program.fits(rounded(longest + program.longest))
+
+
+def place_of(program: RoundProgram, verifier: Verifier) -> Place:
+    """Place of the verdict in a program's rounds."""
+    place = verifier.place
+    fed = program.place is Place.DEVICE and program.longest == 1
+    return Place.HOST if place is Place.FED and not fed else place
+
+
 def schedule_of(program: RoundProgram, verifier: Verifier) -> Schedule:
     """Schedule of a program's rounds with a verifier: the table above."""
     if not program.target.captures:
         return Eager(program)
+    decides = place_of(program, verifier)
     if program.place is Place.DEVICE:
-        return WholeGraph(program) if verifier.place is Place.DEVICE else SplitGraph(program)
-    return GraphFromScore(program) if verifier.place is Place.DEVICE and not program.draws else GraphOfScore(program)
+        kinds: dict[Place, Callable[[RoundProgram], Schedule]]
+        kinds = {Place.DEVICE: WholeGraph, Place.FED: FedGraph, Place.HOST: SplitGraph}
+        return kinds[decides](program)
+    return GraphFromScore(program) if decides is Place.DEVICE and not program.draws else GraphOfScore(program)
 
 
 def _run(
-    graph: Captured[Marked[Value]], program: RoundProgram, phases: Callable[[], Value], stats: Stats | None = None
+    graph: Captured[Marked[Value]],
+    program: RoundProgram,
+    phases: Callable[[], Value],
+    stats: Stats | None = None,
+    more: Hashable = None,
 ) -> Value:
-    """Phases from their graph; what they leave lies where the graph has it."""
+    """Phases from their graph, which depends on `more` than the program's key; what they leave lies where the graph has
+    it."""
     before = graph.replays
-    value, marks = graph(partial(program.marked, phases), program.key)
+    key = program.key if more is None else (program.key, more)
+    value, marks = graph(partial(program.marked, phases), key)
     if stats is not None:
         stats.replays += graph.replays - before
     if program.clock is not None:

@@ -4,21 +4,30 @@ mixture ask for it."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from fastspec.errors import Unsupported
-from fastspec.generation.constraint import Constraint, Masks, Nodes, nodes_of, roots_of
+from fastspec.generation.constraint import Held, Masks, nodes_of, roots_of
 from fastspec.generation.drafters.base import Drafter, MixingDrafter, Place, Process
 from fastspec.generation.engine.batching import Batch
 from fastspec.generation.engine.call import Request
 from fastspec.generation.engine.round_program import Scored, VerifiedTree
 from fastspec.generation.ops import Ops
 from fastspec.generation.tree import TokenTree
-from fastspec.generation.verify import RowProcessor, Steps, choose, walk, walk_drawn, walk_in_step, walk_with_history
+from fastspec.generation.verify import (
+    RowProcessor,
+    Steps,
+    choose,
+    pick_allowed,
+    walk,
+    walk_drawn,
+    walk_in_step,
+    walk_with_history,
+)
 from fastspec.kernels.verification.reference import SamplingSettings, stream_of, uniform_at
 
 Text = tuple[Tensor, Tensor]
@@ -46,6 +55,24 @@ class Verifier(ABC):
     def seat(self, rows: Sequence[int], prompts: Sequence[int]) -> None:  # noqa: B027
         """Rows go on with these prompts, of which the first tokens were chosen and are not committed yet. Nothing where
         draws go by positions, or where plain decoding's steps draw."""
+
+
+class FedVerifier(Verifier):
+    """Verifier whose verdict on roots alone is the device's, by what the host has brought there before: it runs
+    `feed`, and then `fed`, wherever its place is FED."""
+
+    @abstractmethod
+    def feed(self, scored: Scored) -> None:
+        """Bring to the device what `fed` reads. Nothing is read of the scored tree but its sizes."""
+
+    @abstractmethod
+    def fed(self, scored: Scored) -> VerifiedTree:
+        """The verdict on a tree of one node a row; a DEVICE phase."""
+
+    @property
+    @abstractmethod
+    def key(self) -> Hashable:
+        """Key of where `feed` has brought it."""
 
 
 class Draws:
@@ -202,36 +229,53 @@ class WithHistory(Verifier):
         return VerifiedTree(scored, verdict, scores, along_path=True)
 
 
-class Constrained(Verifier):
-    """The choice among the tokens that a constraint of each prompt allows at a node."""
+class Constrained(FedVerifier):
+    """The choice among the tokens that a constraint of each prompt allows at a node. Where that is the likeliest one,
+    and nobody asks for scores, masks are made of the nodes that need them."""
 
-    def __init__(self, choice: Choice, constraint_of: Callable[[int], Constraint], batch: Batch) -> None:
-        self.choice, self.constraint_of, self.batch = choice, constraint_of, batch
-        self.masks: Masks | None = None
+    def __init__(self, choice: Choice, request: Request, batch: Batch, masks: Masks) -> None:
+        assert request.constraint_of is not None
+        self.choice, self.constraint_of, self.batch, self.masks = choice, request.constraint_of, batch, masks
+        self.walks = choice.rule == ChoiceRule() and not request.keep_scores
+        self.place = Place.FED if choice.place is Place.DEVICE else Place.HOST
 
     def first(self, logits: Tensor, text: Text, prompts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        masks = Masks(logits.device)
         held = [(row, self.constraint_of(prompt), list[int]()) for row, prompt in enumerate(prompts)]
-        return self.choice.first(self._masked(logits[:, None], roots_of(len(held)), held)[:, 0], text, prompts)
+        masks.fill(roots_of(len(held)), logits.shape[-1], held)
+        return self.choice.first(masks.masked(logits[:, None])[:, 0], text, prompts)
 
     def seat(self, rows: Sequence[int], prompts: Sequence[int]) -> None:
         self.choice.seat(rows, prompts)
 
     def __call__(self, scored: Scored) -> VerifiedTree:
-        batch, nodes = self.batch, nodes_of(scored.tree)
-        held = [
+        tree, ops = scored.tree, self.choice.ops
+        if self.walks:
+            picks = choose(scored.logits, None, ops)
+            picks = pick_allowed(tree, scored.logits, picks, self._held(), self.masks, ops)
+            return VerifiedTree(scored, walk(tree, picks, ops), None)
+        self.feed(scored)
+        return self.fed(scored)
+
+    def feed(self, scored: Scored) -> None:
+        self.masks.fill(nodes_of(scored.tree), scored.logits.shape[-1], self._held())
+
+    def _held(self) -> Held:
+        """The rows that go on."""
+        batch = self.batch
+        return [
             (row, self.constraint_of(prompt), batch.out.tokens[prompt])
             for row, prompt in enumerate(batch.places)
             if batch.active[prompt]
         ]
-        judged = self.choice(replace(scored, logits=self._masked(scored.logits, nodes, held)))
+
+    def fed(self, scored: Scored) -> VerifiedTree:
+        judged = self.choice(replace(scored, logits=self.masks.masked(scored.logits)))
         return replace(judged, scored=scored)
 
-    def _masked(self, logits: Tensor, nodes: Nodes, held: Sequence[tuple[int, Constraint, list[int]]]) -> Tensor:
-        if not held:
-            return logits
-        self.masks = self.masks or Masks(logits.device)
-        self.masks.fill(nodes, held)
-        return self.masks.masked(logits)
+    @property
+    def key(self) -> Hashable:
+        return self.masks.key
 
 
 class InLockstep(Verifier):
@@ -258,9 +302,10 @@ BLIND_MIXTURE = (
 )
 
 
-def verifier_of(choice: Choice, request: Request, batch: Batch) -> Verifier:
+def verifier_of(choice: Choice, request: Request, batch: Batch, masks: Masks) -> Verifier:
     """Verifier of a call's tokens: plain decoding's steps or processors that look at the history, where it has
-    them, else `choice`. Raises Unsupported for what a mixture cannot be combined with."""
+    them, else `choice`, behind the engine's `masks` where it is constrained. Raises Unsupported for what a mixture
+    cannot be combined with."""
     looks_back = request.process_at is not None or request.constraint_of is not None
     if isinstance(choice, MixedChoice) and (looks_back or request.answers is not None):
         raise Unsupported(BLIND_MIXTURE)
@@ -269,5 +314,5 @@ def verifier_of(choice: Choice, request: Request, batch: Batch) -> Verifier:
     if request.process_at is not None:
         return WithHistory(choice, request.process_at, request.history, batch)
     if request.constraint_of is not None:
-        return Constrained(choice, request.constraint_of, batch)
+        return Constrained(choice, request, batch, masks)
     return choice

@@ -129,7 +129,7 @@ class GrammarOfCall(LogitsProcessor):  # type: ignore[misc]
         held = [(place, state, answer) for place, (state, answer) in enumerate(texts) if state.follows(answer)]
         found, masks = scores, Masks(scores.device)
         if held:
-            masks.fill(roots_of(len(answers)), held)
+            masks.fill(roots_of(len(answers)), scores.shape[-1], held)
             found = masks.masked(scores[:, None])[:, 0]
         for place, empty in enumerate((found == -torch.inf).all(-1).tolist()):
             if empty:
@@ -170,6 +170,12 @@ class GrammarState:
         """Go to the end of an answer. Raises Unsupported for one that the grammar does not allow."""
         if not self.follows(answer):
             raise Unsupported(f"the grammar does not allow token {answer[len(self.taken)]} of this answer")
+
+    def allows(self, answer: list[int], token: int) -> bool:
+        """True where a token may follow an answer, which the grammar has to allow; False also for the end token behind
+        an answer that nothing else may follow."""
+        self.follow(answer)
+        return token < self.grammar.size and self.matcher.validate_tokens([token]) == 1
 
     @staticmethod
     def fill_rows(states: Sequence[tuple[GrammarState, int]], masks: Tensor) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.captured import stand_in
 from helpers.generate import TREE, prompts, seer
 from helpers.grammars import END, SCHEMA, SIZE, TOKENIZER, is_valid, terse
 from helpers.tokenizers import TARGET
@@ -21,8 +22,13 @@ from transformers import LogitsProcessor
 import fastspec
 from fastspec.errors import NoDistribution, Unsupported
 from fastspec.generation.constraint import Masks, roots_of
+from fastspec.generation.engine.schedule import FedGraph
+from fastspec.generation.tree import TokenTree
+from fastspec.generation.verify import pick_allowed, walk
+from fastspec.patches.backends import TORCH
 from fastspec.patches.call.grammar import GrammarState
 from fastspec.patches.cascade.settings import refuse
+from fastspec.patches.session import session_of
 
 llguidance = pytest.importorskip("llguidance")
 
@@ -54,6 +60,8 @@ def masks_of(state: GrammarState, answer: list[int], tokens: list[int], parents:
 
 class Drawn:
     """A constraint whose masks are given."""
+
+    allows: Any = None
 
     def __init__(self, masks: Tensor) -> None:
         self.masks, self.words = masks, masks.shape[1]
@@ -136,7 +144,7 @@ def test_masked_logits_lack_what_a_mask_forbids_and_what_it_has_no_bit_for(size:
     logits = torch.randn(3, 4, size, dtype=dtype)
     mask = torch.randint(-(2**31), 2**31 - 1, (4, 4), dtype=torch.int32)
     masks = Masks(logits.device)
-    masks.fill(([[0] * 4] * 3,) * 2, [(1, Drawn(mask), [])])
+    masks.fill(([[0] * 4] * 3,) * 2, size, [(1, Drawn(mask), [])])
     found = masks.masked(logits)
     assert torch.equal(found[[0, 2]], logits[[0, 2]])
     for node in range(4):
@@ -151,13 +159,46 @@ def test_masks_of_unequal_width_are_those_of_each_by_itself(size: int) -> None:
     logits, masks = torch.randn(4, 2, size), Masks(torch.device("cpu"))
     for _ in range(3):
         drawn = [torch.randint(-(2**31), 2**31 - 1, (2, words), dtype=torch.int32) for words in (3, 4)]
-        masks.fill(([[0] * 2] * 4,) * 2, [(row, Drawn(each), []) for row, each in zip((0, 2), drawn, strict=True)])
+        held = [(row, Drawn(each), list[int]()) for row, each in zip((0, 2), drawn, strict=True)]
+        masks.fill(([[0] * 2] * 4,) * 2, size, held)
         found = masks.masked(logits)
         for row, each in zip((0, 2), drawn, strict=True):
             alone = Masks(torch.device("cpu"))
-            alone.fill(([[0] * 2],) * 2, [(0, Drawn(each), [])])
+            alone.fill(([[0] * 2],) * 2, size, [(0, Drawn(each), [])])
             assert torch.equal(found[row], alone.masked(logits[row : row + 1])[0])
         assert torch.equal(found[[1, 3]], logits[[1, 3]])
+
+
+def test_picks_along_walks_are_those_under_masks_of_all_nodes(grammar: fastspec.Grammar) -> None:
+    """In trees that may hold a draft twice, of rows with a grammar and without; logits often have equals."""
+    rng, generator, masks = random.Random(0), torch.Generator().manual_seed(0), Masks(torch.device("cpu"))
+    rows, answers, accepted = 5, [list[int]() for _ in range(5)], 0
+    states = [GrammarState(grammar) for _ in range(rows)]
+    for _ in range(25):
+        logits = torch.randint(0, 9, (rows, 7, SIZE + 20), generator=generator).float()
+        held: list[Any] = [(row, states[row], answers[row]) for row in range(1, rows)]
+        parents = [[0, *(rng.randrange(node) for node in range(1, 7))] for _ in range(rows)]
+        tokens = [[rng.randrange(SIZE) for _ in range(7)] for _ in range(rows)]
+        for row, _, answer in held:
+            texts = [answer]
+            for node in range(1, 7):
+                parent = parents[row][node]
+                alone = GrammarState(grammar)
+                if rng.random() < 0.8 and alone.follows(texts[parent]):  # drafts are often what is picked
+                    kept = allowed(masks_of(alone, texts[parent], [0], [0])[0])
+                    tokens[row][node] = kept[int(logits[row, parent, kept].argmax())]
+                texts.append([*texts[parent], tokens[row][node]])
+                logits[row, node] = logits[row, texts.index(texts[node])]
+        tree = TokenTree.from_parents(torch.tensor(tokens), torch.tensor(parents))
+        masks.fill((tokens, parents), SIZE + 20, held)
+        wanted = walk(tree, masks.masked(logits).argmax(-1), TORCH)
+        found = walk(tree, pick_allowed(tree, logits, logits.argmax(-1), held, masks, TORCH), TORCH)
+        assert torch.equal(found.accepted, wanted.accepted) and torch.equal(found.bonus, wanted.bonus)
+        accepted += int(found.accepted.sum())
+        for row, _, answer in held:
+            path = found.path[row, 1 : 1 + int(found.accepted[row])]
+            answer += tree.tokens[row, path].tolist()[:1]  # a part of it: the next answers go back, too
+    assert accepted > 50
 
 
 @pytest.mark.parametrize("rows", [1, 3, 9])
@@ -171,7 +212,7 @@ def test_masks_of_many_answers_are_those_of_each_by_itself(grammar: fastspec.Gra
     for _ in range(12):
         held: list[Any] = [*zip(range(1, rows + 1), states, answers, strict=True), (last, bad, [wrong])]
         failed.clear()
-        masks.fill(roots_of(rows + 3), held, lambda row, error: failed.append((row, str(error))))
+        masks.fill(roots_of(rows + 3), SIZE + 40, held, lambda row, error: failed.append((row, str(error))))
         assert [row for row, _ in failed] == [last] and "does not allow" in failed[0][1]
         found = masks.masked(logits)
         for row, answer in enumerate(answers, 1):
@@ -187,6 +228,32 @@ def test_plain_decoding_is_that_of_a_matcher_a_row(pair: tuple[Any, Any], gramma
         options = {**prompts(3, 9, 6, seed=seed), "max_new_tokens": 40, "do_sample": False}
         expected = pair[0].generate(**options, logits_processor=[Guided(grammar)])
         assert torch.equal(pair[0].generate(**options, logits_processor=[grammar]), expected)
+
+
+@pytest.mark.parametrize("assistant", ["autoregressive", TREE], ids=str)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_captured_calls_are_those_of_the_cpu(assistant: Any, sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several calls with what the first has captured, of other prompts and with scores or without; rounds without
+    drafts are launched by two graphs."""
+    grammar, how = fastspec.Grammar(TOKENIZER, regex="[a-f0-9]{25}"), {"do_sample": sampled, "max_new_tokens": 40}
+    calls = [{**how, **prompts(3, 9, 6, seed=seed), "output_scores": seed == 1} for seed in (1, 2, 3)]
+
+    def told() -> list[list[list[int]]]:
+        model, found = terse(), []
+        with fastspec.patched(model, eagle3=seer(model)):
+            for seed, options in enumerate(calls):
+                torch.manual_seed(seed)
+                more = {"assistant": assistant, "return_dict_in_generate": True, "logits_processor": [grammar]}
+                found.append(model.generate(**options, **more).sequences.tolist())
+            held = list(session_of(model).engines.held.values())
+            fed = [each for engine in held for each in engine.schedules.values() if isinstance(each, FedGraph)]
+            assert bool(fed) == (assistant == "autoregressive" and bool(held))
+            assert all(each.back.replays > 10 for each in fed)
+        return found
+
+    eager = told()
+    stand_in(monkeypatch)
+    assert told() == eager
 
 
 @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
