@@ -200,16 +200,15 @@ def test_a_drafter_that_sits_rounds_out_is_told_before_a_prompt_begins(monkeypat
     stand_in(monkeypatch)
     soon_out(monkeypatch)
     plain, model = made("random", "cpu")
-    begun: list[tuple[bool, bool]] = []
+    rests: list[int] = []
     admit = Engine.admit
 
     def admitting(self: Any, row: int, *rest: Any) -> None:
-        untold, left, heard = bool(self.fallback.missed), self.fallback.left, list(self.drafter.cursors)
+        left = self.fallback.left
+        assert not self.fallback.missed
         admit(self, row, *rest)
         assert self.fallback.left == left
-        begun.append(
-            (untold, self.drafter.cursors[:row] + self.drafter.cursors[row + 1 :] != heard[:row] + heard[row + 1 :])
-        )
+        rests.append(left)
 
     monkeypatch.setattr(Engine, "admit", admitting)
     for seed in range(6):
@@ -217,10 +216,7 @@ def test_a_drafter_that_sits_rounds_out_is_told_before_a_prompt_begins(monkeypat
         options = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": ends_of(plain, inputs), "pad_token_id": 0}
         want = plain.generate(**inputs, **options)
         assert model.generate(**inputs, **options, assistant=ContinuousBatch("nasd", rows=3)).tolist() == want.tolist()
-    assert len(begun) == 6 * (len(COUNTS) - 3)
-    assert (
-        set(begun) >= {(True, True), (False, False)} and (True, False) not in begun
-    )  # in a pause, behind what was said in it
+    assert len(rests) == 6 * (len(COUNTS) - 3) and any(rests) and not all(rests)
 
 
 def test_buffers_grow_for_a_longer_prompt(monkeypatch):

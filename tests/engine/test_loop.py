@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastspec.generation.constraint import Masks
 from fastspec.generation.drafters.given_text import GivenText
 from fastspec.generation.engine import batching
 from fastspec.generation.engine import rounds as loop
@@ -77,7 +78,7 @@ class Script:
 
     def __init__(self, rows: int, drafter: Any = None, wide: int = 0, sample: bool = False) -> None:
         self.target, self.drafter, self.state = Reader(wide), drafter, RoundState(rows, CPU)
-        self.choice, self.sizes = Choice(TORCH, ChoiceRule(sample=sample)), None
+        self.choice, self.sizes, self.masks = Choice(TORCH, ChoiceRule(sample=sample)), None, Masks(CPU)
         self.main, self.in_flight, self.given = SimpleNamespace(longest=NODES), False, None
         self.holds, self.generated, self.log, self.rounds = list(range(rows)), [1] * rows, [], 0
         self.verifiers: set[type] = set()

@@ -11,8 +11,7 @@ from helpers.models import tiny_head, tiny_model
 from torch import nn
 
 import fastspec
-from fastspec.patches.call import generate
-from fastspec.patches.hf import modes
+from fastspec.patches.hf import changes, modes
 from fastspec.patches.hf.compat import every_module
 from fastspec.patches.hf.layer_weights import pack_model
 from fastspec.patches.session import PatchSession
@@ -58,8 +57,9 @@ def test_a_call_asks_once_how_its_model_runs(monkeypatch, assistant):
     def counted(name: str, run: Any) -> Any:
         return lambda *args, **more: (looks.append(name), run(*args, **more))[1]
 
-    for module in (generate, modes):
-        monkeypatch.setattr(module, "mode_for", counted("mode", modes.mode_for))
+    monkeypatch.setattr(PatchSession, "mode", counted("mode", PatchSession.mode))
+    for module in (changes, modes):
+        monkeypatch.setattr(module, "mode_for", counted("anew", modes.mode_for))
     monkeypatch.setattr(PatchSession, "ops", counted("ops", PatchSession.ops))
     model.generate(ids, **asked)
     assert sorted(looks) == ["mode", "ops"]
