@@ -9,6 +9,13 @@ import pytest
 from helpers.clients import HEAD
 
 import fastspec
+from fastspec.patches.call import assembly
+
+
+@pytest.fixture(autouse=True)
+def fixed_trees(monkeypatch):
+    """Trees of one size, as these tests ask for drafts in batches too: by a clock there may be none."""
+    monkeypatch.setattr(assembly, "_chooses_sizes", lambda plan: False)
 
 
 @pytest.fixture(scope="session")
