@@ -294,7 +294,7 @@ class RoundProgram:
         return replace(done, committed=replace(committed, emitted=torch.cat((committed.emitted, digest), 1)))
 
     def meanwhile(self) -> None:
-        """What the drafter has put off, while the device is busy."""
+        """Let the drafter do what it has put off, while the device is busy."""
         if isinstance(self.drafter, HostDrafter):
             self.drafter.work()
 

@@ -156,7 +156,7 @@ def _opened(
     NESTED: gl.constexpr,
     FACTORS: gl.constexpr,
 ):
-    """What nested codes stand for, for each step, and the factors: of each step, or one of all."""
+    """Values of nested codes for each step, and their factors: of each step, or one of all."""
     b_wide, b_factors = (), ()
     for u in gl.static_range(STEPS):
         b_wide += (_of_lines(p_nested, above.nested, b_codes[u], is_first, GATES),)  # type: ignore[assignment]  # unrolled
