@@ -50,7 +50,7 @@ def parts_of(target: PreTrainedModel, *, layers: bool = False) -> TargetParts:
     lm_head, device = target.get_output_embeddings(), device_of(target)
     adapter = adapter_for(target) if layers else None
     weight = getattr(lm_head, "weight", None)
-    elsewhere = isinstance(weight, Tensor) and weight.device != device
+    held_on = weight.device if isinstance(weight, Tensor) else device
     return TargetParts(
         name=type(target).__name__,
         sizes=sizes_of(target),
@@ -58,7 +58,7 @@ def parts_of(target: PreTrainedModel, *, layers: bool = False) -> TargetParts:
         lm_head=lm_head,
         device=device,
         dtype=target.dtype,
-        lm_head_device=weight.device if elsewhere and is_spread(target) else device,
+        lm_head_device=held_on if held_on != device and is_spread(target) else device,
         family=None if adapter is None else ModelLayers(target, adapter),
         has_adapter=bool(getattr(target, "peft_config", None)),  # PEFT's field, also after load_adapter
     )
