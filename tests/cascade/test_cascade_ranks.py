@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from helpers import ranks, ranks_cascade
 from helpers.models import tiny_model
 from helpers.processes import spawn
-from helpers.ranks import SIZE, whole, work
-from packaging.version import Version
+from helpers.ranks import COUNTS, SIZE, whole, work
 from torch import multiprocessing
 
 import fastspec
@@ -42,13 +40,14 @@ def more(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 def compare(both: Made, name: str) -> list[Any]:
     """The first process's results of a job, which are those of one process; returns the other's."""
-    folder, (mine, other) = both
+    folder, (mine, *others) = both
     assert isinstance(mine[name], list), mine[name]
-    assert isinstance(other[name], list), other[name]
+    for other in others:
+        assert isinstance(other[name], list), other[name]
     run: Callable[..., list[Any]] = getattr(ranks_cascade, name)
     expected = run(whole(folder), str(folder))
     assert mine[name] == expected
-    return other[name]
+    return others[0][name]
 
 
 def test_an_open_batch_answers_as_the_cascades_own_generate_in_one_process(both: Made) -> None:
@@ -73,18 +72,16 @@ def test_so_do_other_modes_and_a_batch_whose_round_failed(more: Made, name: str)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < SIZE, reason="fewer than two CUDA devices")
-@pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.21"), reason="tensor parallelism needs transformers 5.21"
-)
-def test_so_do_those_of_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("count", COUNTS)
+def test_so_do_those_of_several_gpus(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "SIZE", count)
     monkeypatch.setattr(ranks, "HERE", "cuda")
     monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     ranks_cascade.save(tmp_path)
     names = "served", "called", "failing", "drafted"
     jobs = [(name, getattr(ranks_cascade, name), str(tmp_path)) for name in names]
-    multiprocessing.spawn(work, args=(tmp_path, jobs, "cuda"), nprocs=SIZE)
-    made = tmp_path, [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(SIZE)]
+    multiprocessing.spawn(work, args=(tmp_path, jobs, "cuda", count), nprocs=count)
+    made = tmp_path, [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(count)]
     for name in names:
         compare(made, name)
 

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from transformers import (
@@ -56,6 +58,17 @@ GREEDY = {"max_new_tokens": 6, "do_sample": False}
 DRAWN = {"max_new_tokens": 6, "do_sample": True, "temperature": 0.8, "top_k": 30}
 
 
+def on_gpus(count: int) -> list[pytest.MarkDecorator]:
+    """Marks of a test over so many GPUs: where there are fewer, or transformers is too old, it is skipped."""
+    old = Version(transformers.__version__) < Version("5.21")
+    return [
+        pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"fewer than {count} CUDA devices"),
+        pytest.mark.skipif(old, reason="tensor parallelism needs transformers 5.21"),
+    ]
+
+
+COUNTS = [pytest.param(count, marks=on_gpus(count)) for count in (2, 4)]
+"""How many GPUs hold a model together in a test of open batches."""
 HERE = "cpu"
 """The device of the inputs, heads and models that are whole, "cpu" or "cuda"; `work` sets its process's own."""
 

@@ -27,7 +27,7 @@ from helpers.cascade import trained
 from helpers.generate import bigram
 from helpers.grammars import TOKENIZER
 from helpers.open import SECONDS, texts
-from helpers.ranks import SMALL, Loader, first
+from helpers.ranks import Loader, first, sizes
 from helpers.ranks_open import DRAWN, GREEDY, _why, plain
 
 NAMES = "small", "medium", "large"
@@ -39,7 +39,7 @@ PRICES = 200.0, 150.0, 0.0, 1e9, 150.0, 400.0, 60.0, 200.0
 def save(folder: Path) -> None:
     """Three models, each of which agrees with the next about most tokens."""
     for name, noise in zip(NAMES, NOISE, strict=True):
-        model = bigram(**SMALL)
+        model = bigram(**sizes())
         drawn = torch.randn(model.lm_head.weight.shape, generator=torch.Generator().manual_seed(len(name)))
         with torch.no_grad():
             model.lm_head.weight.add_(noise * drawn)

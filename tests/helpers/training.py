@@ -22,7 +22,7 @@ TEMPLATE = (
 )
 
 
-def small_target(seed: int = 0, peak: float = 0.3, layers: int = 4) -> LlamaForCausalLM:
+def small_target(seed: int = 0, peak: float = 0.3, layers: int = 4, key_heads: int = 2) -> LlamaForCausalLM:
     """A Llama whose next token follows mostly from the last one: its LM head is a shifted embedding, times `peak`."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -31,7 +31,7 @@ def small_target(seed: int = 0, peak: float = 0.3, layers: int = 4) -> LlamaForC
         intermediate_size=96,
         num_hidden_layers=layers,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=key_heads,
         max_position_embeddings=512,
         tie_word_embeddings=False,
         bos_token_id=0,

@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from helpers import ranks, ranks_open
 from helpers.generate import bigram
 from helpers.grammars import terse
 from helpers.models import tiny_model
 from helpers.open import SECONDS
 from helpers.processes import spawn
-from helpers.ranks import SIZE, SMALL, whole, work
-from packaging.version import Version
+from helpers.ranks import COUNTS, SIZE, sizes, whole, work
 from torch import multiprocessing
 
 from fastspec.errors import FastSpecError
@@ -31,9 +29,9 @@ MORE = "cancelled", "warmed", "turned", "sized", "crowded", "idle"
 
 
 def saved(folder: Path) -> None:
-    tiny_model("llama", **SMALL).save_pretrained(folder / "llama")
-    bigram(**SMALL).save_pretrained(folder / "bigram")
-    terse().save_pretrained(folder / "terse")
+    tiny_model("llama", **sizes()).save_pretrained(folder / "llama")
+    bigram(**sizes()).save_pretrained(folder / "bigram")
+    terse(**sizes()).save_pretrained(folder / "terse")
 
 
 def run_both(folder: Path, names: tuple[str, ...]) -> Made:
@@ -49,17 +47,18 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 def compare(both: Made, name: str) -> None:
-    """Every second result is a batch's state at its end, which is the same in both processes; the others are the
+    """Every second result is a batch's state at its end, which is the same in all processes; the others are the
     answers, which are those of one process."""
-    folder, (mine, other) = both
+    folder, (mine, *others) = both
     assert isinstance(mine[name], list), mine[name]
-    assert isinstance(other[name], list), other[name]
     expected = getattr(ranks_open, name)(whole(folder), "")
     answers, states = slice(0, None, 2), slice(1, None, 2)
     assert mine[name][answers] == expected[answers]
-    assert len(mine[name]) == len(other[name])
-    for here, there in zip(mine[name][states], other[name][states], strict=True):
-        assert repr(here) == repr(there)
+    for other in others:
+        assert isinstance(other[name], list), other[name]
+        assert len(mine[name]) == len(other[name])
+        for here, there in zip(mine[name][states], other[name][states], strict=True):
+            assert repr(here) == repr(there)
 
 
 @pytest.mark.parametrize("name", ALIKE)
@@ -75,18 +74,16 @@ def test_so_are_those_of_other_batches(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < SIZE, reason="fewer than two CUDA devices")
-@pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.21"), reason="tensor parallelism needs transformers 5.21"
-)
-def test_so_are_those_of_two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("count", COUNTS)
+def test_so_are_those_of_several_gpus(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "SIZE", count)
     monkeypatch.setattr(ranks, "HERE", "cuda")
     monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     saved(tmp_path)
     names = (*ALIKE, *MORE)
     jobs = [(name, getattr(ranks_open, name), "") for name in names]
-    multiprocessing.spawn(work, args=(tmp_path, jobs, "cuda"), nprocs=SIZE)
-    made = tmp_path, [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(SIZE)]
+    multiprocessing.spawn(work, args=(tmp_path, jobs, "cuda", count), nprocs=count)
+    made = tmp_path, [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(count)]
     for name in names:
         compare(made, name)
 

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.cascade import NAMED, trained
+from helpers.ranks import COUNTS
 from helpers.serve import MARKS, NAME, SECONDS, Served, alone, ask_all, hold_as_alone, post, requests
 from helpers.training import small_target, small_tokenizer
 from typer.testing import CliRunner
@@ -30,7 +31,7 @@ from fastspec.models import load_model
 from fastspec.programs.cli.app import app
 
 pytestmark = MARKS
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fastspec"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "-m", "--nproc-per-node"]
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +44,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def launched(command: list[str]) -> Iterator[Any]:
-    """A command over two processes."""
-    with subprocess.Popen([*TORCHRUN, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+def launched(command: list[str], count: int = 2) -> Iterator[Any]:
+    """A command over so many processes."""
+    whole = [*TORCHRUN, str(count), "fastspec", *command]
+    with subprocess.Popen(whole, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
         try:
             yield run
         finally:
@@ -58,13 +60,13 @@ def launched(command: list[str]) -> Iterator[Any]:
 
 
 @contextmanager
-def served(*command: Any) -> Iterator[Any]:
-    """A server over two processes; at the end no process is left."""
+def served(*command: Any, count: int = 2) -> Iterator[Any]:
+    """A server over so many processes; at the end no process is left."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     serve = ["serve", *command, "--name", NAME, "--port", port, "--rows", "4", "--max-length", "400"]
-    with launched([*map(str, serve), "--warmup", "--warmup-length", "16"]) as run:
+    with launched([*map(str, serve), "--warmup", "--warmup-length", "16"], count) as run:
         server: Any = SimpleNamespace(url=f"http://127.0.0.1:{port}")
         server.client, end = partial(Served.client, server), time.monotonic() + SECONDS
         while True:
@@ -88,6 +90,18 @@ def test_a_server_over_processes_answers_as_the_model_alone(folder: Path) -> Non
         echo = {"model": NAME, "prompt": "w5 w6", "max_tokens": 0, "echo": True, "logprobs": 1}
         status, told = post(server, "/v1/completions", json.dumps(echo).encode())
         assert status == 400 and "several hold this LlamaForCausalLM" in told["error"]["message"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", COUNTS)
+def test_so_does_one_over_gpus(count: int, tmp_path: Path) -> None:
+    """Greedy chats and completions, whole and streamed."""
+    model = small_target(peak=0.15, key_heads=4)
+    for part in (model, small_tokenizer()):
+        part.save_pretrained(tmp_path)
+    with served(tmp_path, count=count) as server:
+        asked = [each for each in requests(24, 2) if each[-1] is None]
+        hold_as_alone(model, asked, ask_all(server, asked))
 
 
 @pytest.fixture(scope="module")

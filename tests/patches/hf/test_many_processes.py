@@ -9,13 +9,24 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from helpers import ranks
 from helpers.generate import bigram
 from helpers.models import tiny_model
 from helpers.processes import spawn
-from helpers.ranks import calls, captured, cut_heads, drafted, family, mixed, sized, sizes, staged, whole, work
-from packaging.version import Version
+from helpers.ranks import (
+    calls,
+    captured,
+    cut_heads,
+    drafted,
+    family,
+    mixed,
+    on_gpus,
+    sized,
+    sizes,
+    staged,
+    whole,
+    work,
+)
 from torch import multiprocessing
 
 FAMILIES = "llama", "qwen3", "gemma4_text", "gpt_oss", "qwen3_5_text", "llama4_text", "glm4_moe", "hunyuan_v1_dense"
@@ -37,21 +48,7 @@ def jobs_of(count: int) -> list[Job]:
     [
         pytest.param(4, "cpu", marks=pytest.mark.slow),
         pytest.param(8, "cpu", marks=pytest.mark.slow),
-        *(
-            pytest.param(
-                count,
-                "cuda",
-                marks=[
-                    pytest.mark.gpu,
-                    pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"fewer than {count} CUDA devices"),
-                    pytest.mark.skipif(
-                        Version(transformers.__version__) < Version("5.21"),
-                        reason="tensor parallelism needs transformers 5.21",
-                    ),
-                ],
-            )
-            for count in (4, 8)
-        ),
+        *(pytest.param(count, "cuda", marks=[pytest.mark.gpu, *on_gpus(count)]) for count in (4, 8)),
     ],
 )
 def test_many_say_what_one_says(count: int, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from helpers import ranks
 from helpers.generate import bigram
 from helpers.models import tiny_model
@@ -24,21 +23,15 @@ from helpers.ranks import (
     family,
     in_step,
     mixed,
+    on_gpus,
     seen,
     whole,
     work,
 )
 from helpers.vision import seeing
-from packaging.version import Version
 from torch import multiprocessing
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < SIZE, reason="fewer than two CUDA devices"),
-    pytest.mark.skipif(
-        Version(transformers.__version__) < Version("5.21"), reason="tensor parallelism needs transformers 5.21"
-    ),
-]
+pytestmark = [pytest.mark.gpu, *on_gpus(SIZE)]
 FAMILIES = (
     "llama",
     "qwen2",
