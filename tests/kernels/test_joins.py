@@ -79,10 +79,10 @@ def test_the_likeliest_of_all_processes_is_chosen(device, processes, vocabulary,
                 continue
             best = (each == each.amax(-1, keepdim=True)).int().argmax(-1)  # the first of them
             keys.append(best_key(each, best, first))
-        halves = [torch.stack((key & 0xFFFFFFFF, key >> 32), -1).to(torch.int32).view(-1, 2) for key in keys]
+        parts_of = [torch.stack([key >> at & 0xFFFF for at in (0, 16, 32, 48)], -1).int().view(-1, 4) for key in keys]
         want = (scores == scores.amax(-1, keepdim=True)).int().argmax(-1)
         for rank, first in enumerate(firsts):
-            found = group.launch(rank, halves, partial(joins.chosen, parts[rank], first))
+            found = group.launch(rank, parts_of, partial(joins.chosen, parts[rank], first))
             assert torch.equal(found, want[..., None])
 
 
@@ -91,7 +91,7 @@ def test_what_does_not_fit_goes_the_reference_s_way(monkeypatch):
     monkeypatch.setattr(joins.reference, "all_gather", lambda x, width, group: asked.append((x.shape, width)))
     monkeypatch.setattr(joins, "space_for", lambda *given: pytest.fail("a space is asked for"))
     group = SimpleNamespace(size=lambda: 2)
-    for x in (torch.zeros(129, 8), torch.zeros(2, 4, dtype=torch.long), torch.zeros(0, 4), torch.zeros(65, 4096)):
+    for x in (torch.zeros(129, 8), torch.zeros(2, 4, dtype=torch.long), torch.zeros(0, 4), torch.zeros(129, 4096)):
         joins.all_gather(x, 2 * x.shape[-1], group)
     assert len(asked) == 4
     monkeypatch.setattr(joins.reference, "likeliest", lambda scores, first, group: asked.append(first))

@@ -111,9 +111,9 @@ def _row_kernel(
     if PROCESSES > 0:
         HALF: tl.constexpr = CHANNELS // 2
         o_w = tl.program_id(0) * HALF + tl.arange(0, HALF)
-        b_words = to_words(b_out, count, HALF)
+        b_words = to_words(b_out, HALF)
         p_places = (
-            place_in(b_spaces.to(tl.pointer_type(tl.int64)), RANK, 0, count, PROCESSES, ROWS, WORDS)[:, None]
+            place_in(b_spaces.to(tl.pointer_type(tl.int32)), RANK, 0, count, PROCESSES, ROWS, WORDS)[:, None]
             + o_w[None, :]
         )
         m_words = (tl.arange(0, PADDED) < PROCESSES)[:, None] & (o_w < M // 2)[None, :]

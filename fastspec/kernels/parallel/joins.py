@@ -1,5 +1,5 @@
-"""Joins over the processes of one host through flagged words: columns, the likeliest token, and a look-up in a shared
-table.
+"""Joins over the processes of one host through words in each other's memory: columns, the likeliest token, and a
+look-up in a shared table.
 
 x [..., M] in R rows. Columns go in chunks of CHUNK, each a message of its own and a program, all of which are on the
 device together.
@@ -28,6 +28,8 @@ from fastspec.kernels.parallel.words import (
     come,
     fits,
     from_words,
+    make_all_blank,
+    make_blank,
     place_in,
     send_words,
     space_for,
@@ -69,15 +71,16 @@ def _gather(
     p_line = p_out + row * width
     m_x = o_c < tl.minimum(part, width - RANK * part)
     b_x = tl.load(p_x + row * stride_x + o_c, mask=m_x, other=0.0)
-    send_words(to_words(b_x, count, WORDS), p_addresses, p_next, message, count, o_w, m_w, RANK, PROCESSES, ROWS, WORDS)
+    send_words(to_words(b_x, WORDS), p_addresses, p_next, message, count, o_w, m_w, RANK, PROCESSES, ROWS, WORDS)
     tl.store(p_line + RANK * part + o_c, b_x, mask=m_x)
     dtype: tl.constexpr = p_out.dtype.element_ty
     for process in tl.static_range(PROCESSES):
         if process != RANK:
             p_got = place_in(p_mine, process, message, count, PROCESSES, ROWS, WORDS) + o_w
-            b_got = come(tl.load(p_got, mask=m_w, other=0, volatile=True), p_got, count, m_w, LOOKS)
+            b_got = come(tl.load(p_got, mask=m_w, other=0, volatile=True), p_got, m_w, LOOKS)
             m_got = o_c < tl.minimum(part, width - process * part)
             tl.store(p_line + process * part + o_c, from_words(b_got, dtype, CHUNK).to(dtype), mask=m_got)
+            make_blank(p_got, m_w)
     tl.store(p_counts + message, count)
 
 
@@ -97,23 +100,24 @@ def _likeliest(
     LOOKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The token of the highest key of a row, of this process's chunks and all others'; a key is two words."""
+    """The token of the highest key of a row, of this process's chunks and all others'; a key is four words, whose upper
+    halves are 0."""
     row = tl.program_id(0).to(tl.int64)
-    o_t, o_w = tl.arange(0, TP), tl.arange(0, 2)
-    m_w = o_w < 2
+    o_t, o_w = tl.arange(0, TP), tl.arange(0, 4)
+    m_w = o_w < 4
     p_mine, p_next = space_of(p_addresses, RANK), space_of(p_addresses, (RANK + 1) % PROCESSES)  # no kernel writes them
     wait_for_previous(PDL)
     count = tl.load(p_counts + row) + 1
     best = tl.max(tl.load(p_keys + row * chunks + o_t, mask=o_t < chunks, other=EMPTY), 0)
     best = tl.where(best == EMPTY, best, best - first)  # of the whole vocabulary's ids; a process may have none of them
-    b_half = tl.where(o_w == 0, best & 0xFFFFFFFF, (best >> 32) & 0xFFFFFFFF)
-    b_sent = b_half | (count.to(tl.int64) << 32)
+    b_sent = ((best >> (16 * o_w)) & 0xFFFF).to(tl.int32)
     send_words(b_sent, p_addresses, p_next, row, count, o_w, m_w, RANK, PROCESSES, ROWS, WORDS)
     for process in tl.static_range(PROCESSES):
         if process != RANK:
             p_got = place_in(p_mine, process, row, count, PROCESSES, ROWS, WORDS) + o_w
-            b_got = come(tl.load(p_got, mask=m_w, other=0, volatile=True), p_got, count, m_w, LOOKS)
-            best = tl.maximum(best, tl.sum(tl.where(o_w == 0, b_got & 0xFFFFFFFF, b_got << 32), 0))
+            b_got = come(tl.load(p_got, mask=m_w, other=0, volatile=True), p_got, m_w, LOOKS)
+            best = tl.maximum(best, tl.sum(b_got.to(tl.int64) << (16 * o_w), 0))
+            make_blank(p_got, m_w)
     tl.store(p_out + row, key_index(best))
     tl.store(p_counts + row, count)
 
@@ -224,11 +228,12 @@ def _look_up(
         p_table + near * stride_table + o_h, mask=m_h & (o_h < held * SIZE), other=0.0
     )  # of a table that may be empty
     b_x = tl.where((near == token) & (near < held), b_x, 0.0)
-    send_words(to_words(b_x, count, WORDS), p_addresses, p_next, row, count, o_w, m_w, RANK, PROCESSES, ROWS, WORDS)
+    send_words(to_words(b_x, WORDS), p_addresses, p_next, row, count, o_w, m_w, RANK, PROCESSES, ROWS, WORDS)
     dtype: tl.constexpr = p_out.dtype.element_ty
     b_total = sum_words(
         b_x, p_mine, row, count, count, o_w, m_w, dtype, BLOCK, False, RANK, PROCESSES, ROWS, WORDS, LOOKS
     )
+    make_all_blank(p_mine, row, count, o_w, m_w, False, RANK, PROCESSES, ROWS, WORDS)
     tl.store(p_out + row * SIZE + o_h, b_total.to(dtype), mask=m_h)
     tl.store(p_counts + row, count)
 

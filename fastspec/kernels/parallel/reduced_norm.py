@@ -1,7 +1,7 @@
 """A norm of a product whose addends the processes of one host hold, each on a GPU of its own: the sum, the residual and
 the norm in one launch, with one message between every two GPUs.
 
-A program sends its row to the others' memory in flagged words (`words.py`) and waits for theirs. A process that sends
+A program sends its row to the others' memory in words (`words.py`) and waits for theirs. A process that sends
 its third message has got the others' second, which they sent when they had read its first: two places are enough. A
 product of one row, by `kernels/linear/row.py`, sends its words itself, as soon as it has them, and the norm's launch
 after it only reads.
@@ -34,6 +34,8 @@ from fastspec.kernels.parallel.words import (
     come,
     fits,
     from_words,
+    make_all_blank,
+    make_blank,
     place_in,
     send_words,
     space_for,
@@ -42,7 +44,7 @@ from fastspec.kernels.parallel.words import (
     to_words,
 )
 
-OWNED_BYTES = 500_000
+OWNED_BYTES = 1_000_000
 """Bytes saved from which on owners of rows pay: those that NVLink carries while the second message is on its way."""
 
 
@@ -111,30 +113,49 @@ def _reduced_norm(
         else:
             b_x = tl.load(p_x + row * stride_x + o_h, mask=m_h, other=0.0)
         if not OWNED:
-            send_words(
-                to_words(b_x, count, WORDS), p_addresses, p_next, row, count, o_w, m_w, RANK, PROCESSES, ROWS, WORDS
-            )
+            send_words(to_words(b_x, WORDS), p_addresses, p_next, row, count, o_w, m_w, RANK, PROCESSES, ROWS, WORDS)
         guess = count
     if OWNED and owner != RANK:
         p_sent = place_in(space_of(p_addresses, owner), RANK, row, count, PROCESSES, ROWS, WORDS) + o_w
-        tl.store(p_sent, to_words(b_x, count, WORDS), mask=m_w, cache_modifier=".wt")
+        tl.store(p_sent, to_words(b_x, WORDS), mask=m_w, cache_modifier=".wt")
         p_got = place_in(p_mine, owner, row, count, PROCESSES, ROWS, WORDS) + o_w
-        b_got = come(tl.load(p_got, mask=m_w, other=0, volatile=True), p_got, count, m_w, LOOKS)
+        b_got = come(tl.load(p_got, mask=m_w, other=0, volatile=True), p_got, m_w, LOOKS)
         b_x = from_words(b_got, dtype, BLOCK).to(dtype)
+        make_blank(p_got, m_w)
     else:
         b_total = sum_words(
             b_x, p_mine, row, guess, count, o_w, m_w, dtype, BLOCK, SENT, RANK, PROCESSES, ROWS, WORDS, LOOKS
         )
         b_x = b_total.to(dtype)
         if OWNED:
-            send_words(
-                to_words(b_x, count, WORDS), p_addresses, p_next, row, count, o_w, m_w, RANK, PROCESSES, ROWS, WORDS
-            )
+            send_words(to_words(b_x, WORDS), p_addresses, p_next, row, count, o_w, m_w, RANK, PROCESSES, ROWS, WORDS)
+        make_all_blank(p_mine, row, count, o_w, m_w, SENT, RANK, PROCESSES, ROWS, WORDS)
     if ADD:
         b_x = (b_x.to(tl.float32) + b_residual.to(tl.float32)).to(dtype)
     tl.store(p_sum + row * stride_sum + o_h, b_x, mask=m_h)
     tl.store(p_out + row * stride_out + o_h, norm_row(b_x, b_weight, eps, SIZE, OFFSET), mask=m_h)
     tl.store(p_counts + row, count)
+
+
+@triton.jit
+def _drop(
+    p_x,
+    p_addresses,
+    p_counts,
+    USED: tl.constexpr,
+    WORDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    RANK: tl.constexpr,
+    PROCESSES: tl.constexpr,
+    LOOKS: tl.constexpr,
+):
+    """Wait for the message of the first row, of x's dtype, that all have sent, and make it blank."""
+    o_w = tl.arange(0, WORDS)
+    m_w, p_mine, count = o_w < USED, space_of(p_addresses, RANK), tl.load(p_counts) + 1
+    dtype: tl.constexpr = p_x.dtype.element_ty
+    sum_words(0.0, p_mine, 0, count, count, o_w, m_w, dtype, 2 * WORDS, True, RANK, PROCESSES, ROWS, WORDS, LOOKS)
+    make_all_blank(p_mine, 0, count, o_w, m_w, True, RANK, PROCESSES, ROWS, WORDS)
+    tl.store(p_counts, count)
 
 
 def rms_norm(
@@ -168,7 +189,7 @@ def reduced_norm(
     space: Space,
 ) -> tuple[Tensor, Tensor]:
     """The launch, behind that of a product that is yet to be made: one that sends its words, if it can. Spaces are
-    zeros at first, and so are counts."""
+    blank at first, and counts zeros."""
     size, shape, dtype = own.shape[-1], own.shape, own.dtype
     launch = sending_launch(own)
     made = own.made() if isinstance(own, DeferredProduct) and launch is None else own
@@ -213,10 +234,18 @@ def reduced_norm(
             **dependent(normed.device),
         )
     except BaseException:
-        if (
-            launch is not None
-        ):  # what was sent counts, or the next message would go to the same place with the same flag
-            space.counts[:1] += 1
+        if launch is not None:  # what was sent is read, or a later message would find it in its place
+            _drop[(1,)](
+                values,
+                space.addresses,
+                space.counts,
+                USED=size * dtype.itemsize // 4,
+                WORDS=space.words,
+                ROWS=ROWS,
+                RANK=space.rank,
+                PROCESSES=space.processes,
+                LOOKS=MAX_LOOKS,
+            )
         raise
     return normed, total
 

@@ -1,8 +1,7 @@
-"""Words of eight bytes that processes write into each other's memory: four bytes of a row, and four of a flag that is
-written with them.
+"""Words of four bytes that processes write into each other's memory, where every word is BLANK until it comes.
 
-Who sees the flag has the rest, so that nothing else is waited for. (NCCL's low-latency protocol does the same.) The
-flag counts a row's messages, which take two places of a space in turn: words [2, P, ROWS, W] int64 of P processes.
+Who sees another has it, so that nothing else is sent or waited for, and makes it BLANK again: a row's messages take two
+places of a space in turn, words [2, P, ROWS, W] int32 of P processes. (NVIDIA's "Lamport" sums do so with three.)
 """
 
 from __future__ import annotations
@@ -25,8 +24,12 @@ from fastspec.kernels.parallel import symmetric
 ROWS = 128
 """Rows that a space has room for: as many as a message has, whose programs are on the device together: each waits for
 another device's."""
-MAX_BYTES = 1024 * 1024
-"""Of a message without its flags; longer ones take less time in two shots."""
+MAX_BYTES = 2 * 1024 * 1024
+"""Of a message; longer ones take less time in two shots."""
+BLANK = tl.constexpr(-1)
+"""A word that has not come: in every dtype a NaN, or two."""
+NANS = tl.constexpr(0x7FFF7FFF)
+"""What is sent where a row has the BLANK's bits."""
 MAX_LOOKS = 0 if INTERPRETED else 600_000_000
 """For a message that does not come, minutes of them: a process that waits for one that has failed ends with an
 error."""
@@ -74,13 +77,13 @@ def words_of(size: int, dtype: torch.dtype) -> int:
 @cache
 def _space(group: dist.ProcessGroup, device: torch.device, words: int) -> tuple[Tensor, Tensor]:
     """The addresses of every process's space for rows of so many words, and this one's counts. Every process makes them
-    at the same sum, the first of such rows, which is not captured; all wait until all spaces are zeros."""
+    at the same sum, the first of such rows, which is not captured; all wait until all spaces are blank."""
     from torch.distributed import _symmetric_memory as memory
 
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    space = memory.empty((2, group.size(), ROWS, words), dtype=torch.int64, device=device)
+    space = memory.empty((2, group.size(), ROWS, words), dtype=torch.int32, device=device)
     handle = memory.rendezvous(space, group.group_name)
-    space.zero_()
+    space.fill_(BLANK.value)
     torch.cuda.synchronize(device)
     dist.barrier(group)
     _held.append((space, handle))
@@ -94,21 +97,21 @@ _held: list[object] = []
 
 
 @triton.jit
-def to_words(b_x, flag, WORDS: tl.constexpr):
-    """A row [H] as words [W] int64, with a flag in their upper halves."""
+def to_words(b_x, WORDS: tl.constexpr):
+    """A row [H] as words [W] int32, none of them BLANK."""
     if b_x.dtype.primitive_bitwidth == 32:
-        b_bits = b_x.to(tl.uint32, bitcast=True).to(tl.int64)
+        b_words = b_x.to(tl.int32, bitcast=True)
     else:
         b_even, b_odd = tl.split(tl.reshape(b_x.to(tl.uint16, bitcast=True), (WORDS, 2)))
-        b_bits = b_even.to(tl.int64) | (b_odd.to(tl.int64) << 16)
-    return b_bits | (flag.to(tl.int64) << 32)
+        b_words = (b_even.to(tl.uint32) | (b_odd.to(tl.uint32) << 16)).to(tl.int32, bitcast=True)
+    return tl.where(b_words == BLANK, NANS, b_words)
 
 
 @triton.jit
 def from_words(b_words, dtype: tl.constexpr, BLOCK: tl.constexpr):
-    """A row [H] fp32 of words [W] int64."""
+    """A row [H] fp32 of words [W] int32."""
     if dtype.primitive_bitwidth == 32:
-        b_row = (b_words & 0xFFFFFFFF).to(tl.uint32).to(dtype, bitcast=True)
+        b_row = b_words.to(dtype, bitcast=True)
     else:
         b_even = (b_words & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
         b_odd = ((b_words >> 16) & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
@@ -119,7 +122,7 @@ def from_words(b_words, dtype: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def space_of(p_addresses, process):
     """A process's space. The table of addresses stands, so that a kernel may ask for it before it waits."""
-    return tl.load(p_addresses + process).to(tl.pointer_type(tl.int64))
+    return tl.load(p_addresses + process).to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
@@ -135,16 +138,23 @@ def end_program(looks):
 
 
 @triton.jit
-def come(b_got, p_got, count, m_w, LOOKS: tl.constexpr):
-    """The words at p_got [W], of which b_got is a first look, when all of them are of the count-th message."""
+def come(b_got, p_got, m_w, LOOKS: tl.constexpr):
+    """The words at p_got [W], of which b_got is a first look, when all of them have come."""
     looks = 0
-    while tl.sum((((b_got >> 32).to(tl.int32) != count) & m_w).to(tl.int32), 0) > 0:
+    while tl.sum(((b_got == BLANK) & m_w).to(tl.int32), 0) > 0:
         b_got = tl.load(p_got, mask=m_w, other=0, volatile=True)
         if LOOKS > 0:
             looks += 1
             if looks == LOOKS:
                 end_program(looks)
     return b_got
+
+
+@triton.jit
+def make_blank(p_got, m_w):
+    """Make words [W] BLANK again, when every warp has read them."""
+    tl.debug_barrier()
+    tl.store(p_got, tl.full(p_got.shape, BLANK, tl.int32), mask=m_w)
 
 
 @triton.jit
@@ -199,6 +209,27 @@ def sum_words(
         else:
             p_guessed = place_in(p_mine, process, row, guess, PROCESSES, ROWS, WORDS) + o_w
             b_got = tl.load(p_guessed, mask=m_w, other=0, volatile=True)
-            b_got = come(b_got, place_in(p_mine, process, row, count, PROCESSES, ROWS, WORDS) + o_w, count, m_w, LOOKS)
-            b_total += from_words(b_got, dtype, BLOCK)
+            if SENT:
+                b_got = tl.where(guess == count, b_got, BLANK)
+            p_got = place_in(p_mine, process, row, count, PROCESSES, ROWS, WORDS) + o_w
+            b_total += from_words(come(b_got, p_got, m_w, LOOKS), dtype, BLOCK)
     return b_total
+
+
+@triton.jit
+def make_all_blank(
+    p_mine,
+    row,
+    count,
+    o_w,
+    m_w,
+    SENT: tl.constexpr,
+    RANK: tl.constexpr,
+    PROCESSES: tl.constexpr,
+    ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """Make the messages of all processes BLANK again that `sum_words` has read."""
+    for process in tl.static_range(PROCESSES):
+        if process != RANK or SENT:
+            make_blank(place_in(p_mine, process, row, count, PROCESSES, ROWS, WORDS) + o_w, m_w)
