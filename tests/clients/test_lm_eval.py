@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from helpers.clients import MARKS, drafting
-from helpers.lm_eval import answered, task
+from helpers.lm_eval import answered, evaluated, task
 from helpers.mtp import loaded
 
 import fastspec
@@ -22,19 +22,6 @@ def chosen() -> Any:
         doc_to_choice=["four", "Paris", "blue", "five"],
         metric_list=[{"metric": "acc"}],
     )
-
-
-def evaluated(model: Any, tokenizer: Any, tasks: list[Any], batch: int) -> Any:
-    from lm_eval import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
-
-    found = simple_evaluate(
-        HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch), tasks=tasks, bootstrap_iters=0
-    )
-    emitted = {name: [sample["resps"] for sample in samples] for name, samples in found["samples"].items()}
-    return emitted, {
-        name: {key: value for key, value in row.items() if "," in key} for name, row in found["results"].items()
-    }
 
 
 @pytest.mark.parametrize("batch", [1, 4])
