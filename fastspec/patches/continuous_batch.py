@@ -264,7 +264,8 @@ class Continuous:
 
         There are prompts of up to `length` tokens, as far as a row has room for them, and rounds of every number of
         rows, greedy and sampled; where these are captured there are also rounds held to grammars, unless several
-        processes hold the model, and buffers have room for texts of `length` tokens from then on. A longer text makes
+        processes hold the model, rounds of every size that trees may take, whose times are measured, and buffers have
+        room for texts of `length` tokens from then on. A longer text makes
         them larger, and what was captured is captured anew, while all rows wait. None: as many tokens as a row has room
         for, 3,968 at most, or as fit half of the free memory. N-gram drafts have graphs for many shapes of trees, of
         which a warm-up sees some. To be called before prompts come: `stats` begin anew behind it. Of processes that
@@ -281,9 +282,7 @@ class Continuous:
         if self.ranks is not None and not self.ranks.leads:
             return 0.0
         rounds, captures = self._widths.current, self._widths.current.engine.target.captures
-        steps, together = self._widths.steps, min(rounds.together, self._widths.rows)
-        constrains = captures and self.ranks is None  # others hear of options alone
-        calls = list(open_batch_calls(longest, steps, together, captures=captures, constrains=constrains))
+        together, constrains = min(rounds.together, self._widths.rows), captures and self.ranks is None
         began, numbers = time.perf_counter(), torch.Generator().manual_seed(0)
         vocabulary = self.model.config.get_text_config().vocab_size
         whole: dict[str, Any] = {
@@ -293,16 +292,24 @@ class Continuous:
         }
         tell = told or (lambda done, of: None)
         self._between_turns("reserve", room_for(length, rounds.engine.main.longest) if captures else 0)
-        for done, (lengths, options, constrained) in enumerate(calls):
-            tell(done, len(calls))
-            self._between_turns("narrow")  # each call in rounds of its own number of rows
-            texts = [torch.randint(vocabulary, (1, count), generator=numbers, device="cpu") for count in lengths]
-            ask = self._submit_constrained if constrained else self.submit
-            with self._changed:  # so that they come at once
-                futures = [ask(row, attention_mask=torch.ones_like(row), seed=0, **whole, **options) for row in texts]
-            for future in futures:
-                future.result()
-        self._between_turns("begin")  # the last turn counts on behind its answers
+        # others than the first process hear of options alone
+        calls = list(
+            open_batch_calls(longest, self._widths.sizes(), together, captures=captures, constrains=constrains)
+        )
+        try:
+            for done, (lengths, options, constrained, size) in enumerate(calls):
+                tell(done, len(calls))
+                self._between_turns("narrow", size)  # each call in rounds of its own number of rows, and of its size
+                texts = [torch.randint(vocabulary, (1, count), generator=numbers, device="cpu") for count in lengths]
+                ask = self._submit_constrained if constrained else self.submit
+                with self._changed:  # so that they come at once
+                    futures = [
+                        ask(row, attention_mask=torch.ones_like(row), seed=0, **whole, **options) for row in texts
+                    ]
+                for future in futures:
+                    future.result()
+        finally:
+            self._between_turns("begin")  # the last turn counts on behind its answers
         tell(len(calls), len(calls))
         return time.perf_counter() - began
 
@@ -344,11 +351,16 @@ class Continuous:
         with self.session.turn.taken(device_of(self.model)):
             if name == "reserve":
                 self._widths.reserve(*given)
+                if self._widths.current.engine.sizes is not None:
+                    self._widths.make_all()
             elif name == "narrow":
                 self._widths.needed.clear()
+                self._widths.pin(*given)
             else:
                 self.stats.begin()
                 self._prefixes.forget()
+                for each in self._widths.pin(None):
+                    self._begin_sizes(each)
 
     @property
     def info(self) -> dict[str, str]:
@@ -443,7 +455,7 @@ class Continuous:
         request = Request(text.ids, torch.ones_like(root), [], 0, ends, None, answers=answers)
         processing = Processing(LogitsProcessorList())
         plan = Plan(self.model, self.session, self.decoding, ops, text, request, self.max_length, processing)
-        plan = replace(plan if ops.captures else sized(plan), ranks=self.ranks)  # no row waits for a size's capture
+        plan = replace(sized(plan), ranks=self.ranks)
         engine = new_engine(plan)
         self._agree_on_sizes(engine)
         check_rows(engine.drafter, self.decoding.name)
@@ -598,6 +610,17 @@ class Continuous:
         """Choose the sizes of trees by the first process's times."""
         if self.ranks is not None and engine.sizes is not None:
             engine.sizes.agree(self.ranks.first_value)
+
+    def _begin_sizes(self, engine: Engine[HFModel]) -> None:
+        """Choose the sizes of trees by what a warm-up has measured."""
+        if engine.sizes is None:
+            return
+        if not any(self._batch.running):  # else one of their rounds may be in flight
+            engine.warm_reading()
+        engine.sizes.tried()
+        self._agree_on_sizes(engine)
+        engine.sizes.begin()
+        engine.sizes.end()
 
     def _look(self) -> None:
         """See whether the model is another, in the middle of a turn that makes something of it."""

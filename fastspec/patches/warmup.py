@@ -4,7 +4,7 @@ captured."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,22 +64,23 @@ def room_for(length: int, longest: int) -> int:
 
 
 def open_batch_calls(
-    length: int, steps: Sequence[int], together: int, *, captures: bool, constrains: bool
-) -> Iterator[tuple[list[int], dict[str, Any], bool]]:
+    length: int, sizes: Mapping[int, Sequence[int | None]], together: int, *, captures: bool, constrains: bool
+) -> Iterator[tuple[list[int], dict[str, Any], bool, int | None]]:
     """Prompts that warm up an open batch: the tokens of prompts that come at once, `length` at most, how their tokens
-    are chosen, and whether behind a constraint, where the batch `constrains`.
+    are chosen, whether behind a constraint, where the batch `constrains`, and the size of the rounds' trees.
 
     First come the passes that read prompts, alone and up to `together` of them at once; where passes are captured each
-    comes twice: the first one compiles. Then come rounds of every number of rows in `steps`.
+    comes twice: the first one compiles. Then come rounds of every number of rows, and of each of their `sizes`.
     """
     several = [[min(width, length)] * count for count, width in groups(together) if width < 2 * length]
     passes = [*([width] for width in widths(length, 1, captures=captures)), *sorted(several, key=max, reverse=True)]
     for lengths in passes:
         for _ in range(1 + captures):
-            yield lengths, GREEDY, False
-    for count in steps:
+            yield lengths, GREEDY, False, 1 if captures else None
+    for count, choices in sizes.items():
         for options, constrained in ((GREEDY, False), (SAMPLED, False), *[(GREEDY, True)] * constrains):
-            yield [min(padded_width(1), length)] * count, options, constrained
+            for size in choices:
+                yield [min(padded_width(1), length)] * count, options, constrained, size
 
 
 def warmup(
