@@ -4,9 +4,10 @@ every round another size, tokens are plain decoding's, and the head reads what w
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import cycle, pairwise
+from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from helpers.gemma4 import bigram_gemma4, knowing
 from helpers.generate import MAKERS, NEVER, SHALLOW, bigram, prompts, same, seer, seer1, stats
 from helpers.models import tiny_head, tiny_model
 from helpers.mtp import loaded
+from helpers.sizes import AUTO, ORDER, force_sizes
 
 import fastspec
 from fastspec import Eagle2, Eagle3, Mtp
@@ -35,34 +37,12 @@ from fastspec.patches.session import session_of
 from fastspec.patches.tuning import round_times
 
 torch.set_num_threads(1)  # models this small lose time to more, and workers share the cores
-AUTO = Eagle3(depth=2, top_k=3, total_tokens="auto")  # 2, 4, 8 and 16 nodes on the CPU
-ORDER = (4, 0, 1, 1, 0, 0, 0, 3, 2, 0)
-"""Sizes, of which every one follows every kind of another; 0 has no drafts."""
 
 
 @pytest.fixture
 def forced(monkeypatch) -> Callable[..., list[tuple[int, list[int]]]]:
-    """Let rounds have sizes in this order, `rounds` of each -> the size and the accepted drafts of every round."""
-
-    def force(order: tuple[int, ...] = ORDER, rounds: int = 1) -> list[tuple[int, list[int]]]:
-        taken: list[tuple[int, list[int]]] = []
-        turns: dict[int, Iterator[int]] = {}
-        count = TreeSizes.count
-
-        def choose(self: TreeSizes, begins: bool = False) -> None:
-            self._use(min(next(turns.setdefault(id(self), cycle(order))), len(self.shapes)), rounds)
-
-        def watched(self: TreeSizes, size: int, accepted: list[int], *more: Any) -> None:
-            taken.append((size, list(accepted)))
-            count(self, size, accepted, *more)
-
-        monkeypatch.setattr(TreeSizes, "_choose", choose)
-        monkeypatch.setattr(TreeSizes, "_affords", lambda self, size: True)
-        monkeypatch.setattr(TreeSizes, "count", watched)
-        monkeypatch.setattr(round_times, "keep_times", lambda path, known: None)
-        return taken
-
-    return force
+    """`force_sizes`, until the test is over."""
+    return partial(force_sizes, monkeypatch)
 
 
 @pytest.fixture(params=list(MAKERS))

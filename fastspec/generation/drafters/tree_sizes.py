@@ -191,7 +191,7 @@ class TreeSizes:
         self.samples: list[float] = []
         self.made: frozenset[int] = frozenset()
         """The sizes that need not be captured, as far as is known."""
-        self.size = self.first
+        self.size, self.due, self.probes = self.first, 0, False
         self.begin()
 
     def nodes(self, size: int) -> int:

@@ -182,7 +182,7 @@ class Fallback:
         """Take what such a round emitted."""
         if not self.missed:
             self.counts = [0] * len(state.running)
-        self.missed.append([max(0, tokens[0]) for _, *tokens in emitted])  # a row without a token is over
+        self.missed.append([tokens[0] for _, *tokens in emitted])
         going = zip(self.counts, state.running, state.padded, strict=True)
         self.counts = [count + (running and not padded) for count, running, padded in going]
         self.left -= 1
