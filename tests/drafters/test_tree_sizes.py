@@ -389,7 +389,7 @@ def test_rows_that_take_no_drafts_lessen_what_they_are_worth() -> None:
         assert tokens > 3 and promised == pytest.approx((1 + share * (tokens - 1)) / 16.0)
         sizes.left = 100.0
         sizes._choose()
-        assert (sizes.size > 0) == pays == (max(sizes.rates()[1:]) > 1 / 10.0)
+        assert (sizes.size > 0 and not sizes.probes) == pays == (max(sizes.rates()[1:]) > 1 / 10.0)
 
 
 def test_a_warm_up_says_what_sizes_cost_and_nothing_of_texts() -> None:
@@ -428,8 +428,8 @@ def test_a_text_that_joins_renews_the_share_of_its_row() -> None:
 @pytest.mark.parametrize("rows", [1, 4, 16])
 @pytest.mark.parametrize("costs", COSTS.values(), ids=COSTS)
 def test_texts_that_join_one_after_another_and_accept_nothing_lose_three_percent(costs, rows: int) -> None:
-    """Texts of 128 tokens, of which one joins whenever one has ended, in rounds that a warm-up has measured; after texts
-    like them, and after texts whose drafts were accepted."""
+    """Texts of 128 tokens, of which one joins whenever one has ended, in rounds that a warm-up has measured; after
+    texts like them, and after texts whose drafts were accepted."""
     for before in (0.0, 1.1):
         sizes = TreeSizes(SHAPES, SHAPES[-1], costs, captures=True, switch=0.4)
         text = Text(sizes, costs, leaves=0.4, enters=0.4)
