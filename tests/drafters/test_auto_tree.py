@@ -21,7 +21,7 @@ from helpers.mtp import loaded
 from helpers.sizes import AUTO, ORDER, force_sizes
 
 import fastspec
-from fastspec import Eagle2, Eagle3, Mtp
+from fastspec import Eagle1, Eagle2, Eagle3, Mtp
 from fastspec.default_trees import BATCH_TREES, CPP_TREE, DEFAULT_TREES, MOST_NODES, MOST_STEPS, TREE_STEPS, sampled
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Drafter
@@ -406,6 +406,26 @@ def test_an_eagle_2_head_chooses_sizes(forced):
     same((bigram(), model), Eagle2(depth=2, top_k=3, total_tokens="auto"), prompts(7, 3), max_new_tokens=40)
     drafted = [drafts for size, accepted in taken for drafts in accepted if size == 4]
     assert sum(drafted) > 2 * len(drafted)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_an_eagle_1_head_drafts_the_part_of_its_tree_that_pays(forced, monkeypatch, captured):
+    """Of the published tree, in calls whose answer hangs on no size; not of one that is named, nor of drawn drafts."""
+    if captured:
+        stand_in(monkeypatch)
+    taken, model = forced(), bigram()
+    fastspec.patch(model, eagle=seer1(model))
+    for _ in range(2):
+        same((bigram(), model), "eagle", prompts(7, 3), max_new_tokens=60, eos_token_id=NEVER)
+    drafted = [drafts for size, accepted in taken for drafts in accepted if size == 5]
+    assert {size for size, _ in taken} == {0, 1, 2, 3, 4, 5} and sum(drafted) > 3 * len(drafted)
+    (choice,) = fastspec.report(model).trees.values()
+    assert choice.sizes == (1, 2, 4, 8, 16, 26)
+    taken.clear()
+    for other in (Eagle1(paths=[[0], [0, 0]]), Eagle1(drafts="sampled")):
+        same((bigram(), model), other, prompts(7, 3), max_new_tokens=20, eos_token_id=NEVER)
+    same((bigram(), model), "eagle", prompts(7), max_new_tokens=20, eos_token_id=NEVER)  # alone on the CPU
+    assert not taken
 
 
 def test_processors_that_look_at_the_history_and_lockstep(fresh, forced):

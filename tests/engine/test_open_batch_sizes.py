@@ -18,6 +18,7 @@ from helpers.sizes import AUTO, ORDER, force_sizes
 import fastspec
 from fastspec.generation.drafters.tree_sizes import TreeSizes
 from fastspec.generation.engine.engine import Engine
+from fastspec.patches.call import assembly
 from fastspec.patches.tuning import round_times
 
 PLACES = ["captured", pytest.param("cuda", marks=ON_CUDA)]
@@ -157,16 +158,19 @@ def test_the_default_of_a_captured_batch_chooses_sizes_where_a_call_s_does(monke
         assert set(chosen(batch).values()) == {None}, "in half precision trees of another size may change a tie"
 
 
+@pytest.mark.parametrize("assistant", [AUTO, "eagle"], ids=["eagle3", "eagle"])
 @pytest.mark.parametrize("kind", list(MAKERS))
 def test_answers_go_on_through_sizes_that_are_captured_under_load(
-    device: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    device: str, kind: str, assistant: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a warm-up, and with prompts that begin like others."""
     taken = force_sizes(monkeypatch, order=ORDER[::-1], rounds=2)
+    if assistant == "eagle":
+        monkeypatch.setattr(assembly, "_chooses_sizes", lambda plan: True)
     plain, model = (each.to(device) for each in made(kind))
     ids = texts(40, 9, 45)
     ids += [torch.cat((each, more)) for each, more in zip(ids, texts(3, 2, 5, seed=4), strict=True)]
-    with fastspec.continuous(model, AUTO, rows=4, max_length=150) as batch:
+    with fastspec.continuous(model, assistant, rows=4, max_length=150) as batch:
         batch._prefixes.least = 8
         for _ in range(2):
             found = told([batch.submit(each, **GREEDY, max_new_tokens=70 - 9 * at) for at, each in enumerate(ids)])
