@@ -16,6 +16,8 @@ from helpers.open import GREEDY, alone, made, texts, told
 from helpers.sizes import AUTO, ORDER, force_sizes
 
 import fastspec
+from fastspec.generation.drafters.base import Drafter
+from fastspec.generation.drafters.head_drafter import HeadDrafter
 from fastspec.generation.drafters.tree_sizes import TreeSizes
 from fastspec.generation.engine.engine import Engine
 from fastspec.patches.call import assembly
@@ -177,6 +179,43 @@ def test_answers_go_on_through_sizes_that_are_captured_under_load(
             assert found == [alone(plain, each.to(device), 70 - 9 * at) for at, each in enumerate(ids)]
         assert batch.stats.reused > 0
     assert {size for size, _ in taken} >= {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_prompts_join_rests_without_the_others_being_read(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head's cache is that of rounds that all draft, of rows that others joined and of those that joined; it reads
+    once in so many rounds as it keeps features of."""
+    if captured:
+        stand_in(monkeypatch)
+    monkeypatch.setattr(Drafter, "backlog", 25)
+    reads: list[list[int]] = []
+    catch_up = HeadDrafter.catch_up
+    monkeypatch.setattr(
+        HeadDrafter,
+        "catch_up",
+        lambda self, tokens, counts: reads.append(list(counts)) or catch_up(self, tokens, counts),
+    )
+    drafters = []
+    for order in ((4,), (0,)):
+        force_sizes(monkeypatch, order=order)
+        monkeypatch.setattr(TreeSizes, "_affords", lambda self, size, order=order: order == (4,))
+        reads.clear()
+        plain, model = made("random")
+        first, *others = texts(9, 5, 7, 6, 4)
+        with fastspec.continuous(model, AUTO, rows=2, max_length=150, narrows=False, prefix_caching=False) as batch:
+            with batch._changed:
+                futures = [batch.submit(first, **GREEDY, max_new_tokens=70)]
+                futures += [batch.submit(each, **GREEDY, max_new_tokens=11) for each in others]
+            found = told(futures)
+            assert found == [alone(plain, first, 70), *(alone(plain, each, 11) for each in others)]
+        drafters.append(batch._widths.current.engine.drafter)
+    assert len(reads) == 3 and sum(counts[0] for counts in reads) == 69 and reads[0][1] < 25
+    wanted, got = drafters
+    for row, least in enumerate((9 + 68, 4 + 9)):
+        count = min(int(each.state.lengths[row]) for each in drafters)
+        assert count >= least
+        for one, other in ((wanted.attention.k, got.attention.k), (wanted.attention.v, got.attention.v)):
+            assert torch.allclose(one[0][row, :, :count], other[0][row, :, :count], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.gpu

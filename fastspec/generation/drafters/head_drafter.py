@@ -157,6 +157,8 @@ class HeadDrafter(Drafter):
         self.state.copy_row(row, other.state, count, source)
         for mine, theirs in ((self.root, other.root), (self.last, other.last), (self.readout, other.readout)):
             mine[row] = theirs[source]
+        if self.rest is not None:
+            self.rest.kept[row] = 0
 
     def observe(
         self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int
@@ -219,10 +221,10 @@ class RestingDrafter(Drafter):
         config = drafter.head.config
         width = len(config.taps) * config.target_hidden_size if config.kind == "eagle3" else config.hidden_size
         self.root, self.state = drafter.root, drafter.state
-        self.features = drafter.last.new_zeros(len(self.root), drafter.backlog, width)
+        self.features = drafter.last.new_zeros(len(self.root), drafter.backlog + 1, width)
         """Features [B, n, F] of the last token before each of the rounds."""
-        self.kept = torch.zeros(1, dtype=torch.long, device=self.root.device)
-        """The number of these rounds."""
+        self.row, self.kept = torch.arange(len(self.root), device=self.root.device), torch.zeros_like(self.root)
+        """The number of these rounds of every row [B]; the features behind them are those of a row that has ended."""
 
     def reserve(self, committed: int) -> int:
         return self.state.reserve(committed)
@@ -239,8 +241,8 @@ class RestingDrafter(Drafter):
     def observe(
         self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int
     ) -> None:
-        self.features.index_copy_(1, self.kept, features[:, :1].to(self.features.dtype))
-        self.kept.add_(1)
+        self.features.index_put_((self.row, self.kept), features[:, 0].to(self.features.dtype))
+        self.kept.add_(active)
         self.root.copy_(torch.where(active, verdict.bonus, self.root))
 
 
