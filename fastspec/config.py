@@ -295,10 +295,9 @@ class Eagle1:
 
     `paths` names every node but the root by the child ranks that lead to it, in any order: [[0], [1], [0, 0]] is a root
     with two children, the first of which has one. None takes the published tree of 25 such nodes, and as many of them
-    as pay where `Eagle3`'s trees do so by default and drafts are greedy. With drafts="greedy"
-    the child of rank r is the head's r-th most likely token; with "sampled" the children of a node are drawn without
-    replacement from the head's distribution, processed like the target's, where the call samples and no processor looks
-    at the history.
+    as pay where `Eagle3`'s trees do so by default and drafts are greedy. With drafts="greedy" the child of rank r is
+    the head's r-th most likely token; with "sampled" the children of a node are drawn without replacement from the
+    head's distribution, processed like the target's, where the call samples and no processor looks at the history.
 
     Raises `Unsupported` for a node without its parent, one named twice, a rank that is none, and more than 256 nodes.
     """

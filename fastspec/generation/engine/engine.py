@@ -77,6 +77,8 @@ class Engine(Generic[TargetT]):
         self.measured_from: float | None = None
         """Second from which the next round's time counts; None where other work comes before it."""
         self.schedules: dict[tuple[RoundProgram, Place], Schedule] = {}
+        self.place = Place.DEVICE
+        """Place of the last round's verdict."""
         self.fallback = Fallback(self.state.root.device)
         self.last: Round
         """Result of the last round."""
@@ -215,7 +217,7 @@ class Engine(Generic[TargetT]):
         # a call's first captured rounds wait for the host, and those of a profile for its marks
         settled = (asynchronous or not self.target.captures) and self.main.clock is None
         ms = 1e3 * (now - began) if began is not None and settled and not made else None
-        hosted = verifier.place is not Place.DEVICE
+        hosted = self.place is not Place.DEVICE
         if self.pinned is not None:
             sizes.try_out(self.size, ms, longest, self.sized.keys(), hosted)
         elif chosen:
@@ -266,7 +268,8 @@ class Engine(Generic[TargetT]):
     def _step(
         self, program: RoundProgram, longest: int, stats: Stats, verifier: Verifier, asynchronous: bool
     ) -> Emitted:
-        key = program, place_of(program, verifier)
+        self.place = place_of(program, verifier)
+        key = program, self.place
         schedule = self.schedules.get(key) or self.schedules.setdefault(key, schedule_of(program, verifier))
         self._leave(schedule)
         self.last, emitted = schedule.step(verifier, longest, stats, asynchronous)
