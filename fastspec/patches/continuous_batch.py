@@ -23,7 +23,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from fastspec.config import ContinuousBatch
 from fastspec.devices import free_memory, made_current
 from fastspec.errors import FastSpecError, Unsupported
-from fastspec.generation.capture import SPENT
+from fastspec.generation.capture import SPENT, padded_width
 from fastspec.generation.constraint import AnyToken
 from fastspec.generation.drafters.base import Decoding, check_rows
 from fastspec.generation.engine.call import Request
@@ -60,7 +60,16 @@ from fastspec.patches.hf.modes import adapter_for, mode_for
 from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.open_ranks import BEAT, News, OpenRanks, PromptMail, SilentRounds, TurnOrder
 from fastspec.patches.session import PatchSession, patched_session
-from fastspec.patches.warmup import MOST_WARM, SHARE, WARM_LENGTH, WARM_NEW, open_batch_calls, room_for, warm_lengths
+from fastspec.patches.warmup import (
+    MOST_WARM,
+    SHARE,
+    WARM_LENGTH,
+    WARM_NEW,
+    WARM_SIZED,
+    open_batch_calls,
+    room_for,
+    warm_lengths,
+)
 
 LONGEST = 8192
 """Tokens of a row, prompt and answer, where nothing says how many."""
@@ -286,16 +295,15 @@ class Continuous:
         began, numbers = time.perf_counter(), torch.Generator().manual_seed(0)
         vocabulary = self.model.config.get_text_config().vocab_size
         whole: dict[str, Any] = {
-            "max_new_tokens": WARM_NEW,
             "eos_token_id": vocabulary,  # which no token is
             "pad_token_id": 0,
         }
         tell = told or (lambda done, of: None)
         self._between_turns("reserve", room_for(length, rounds.engine.main.longest) if captures else 0)
         # others than the first process hear of options alone
-        calls = list(
-            open_batch_calls(longest, self._widths.sizes(), together, captures=captures, constrains=constrains)
-        )
+        sizes = self._widths.sizes()
+        sized = any(None not in each for each in sizes.values())
+        calls = list(open_batch_calls(longest, sizes, together, captures=captures, constrains=constrains))
         try:
             for done, (lengths, options, constrained, size) in enumerate(calls):
                 tell(done, len(calls))
@@ -303,9 +311,9 @@ class Continuous:
                 texts = [torch.randint(vocabulary, (1, count), generator=numbers, device="cpu") for count in lengths]
                 ask = self._submit_constrained if constrained else self.submit
                 with self._changed:  # so that they come at once
-                    futures = [
-                        ask(row, attention_mask=torch.ones_like(row), seed=0, **whole, **options) for row in texts
-                    ]
+                    new = WARM_SIZED if sized and max(lengths) <= padded_width(1) else WARM_NEW
+                    more = {"max_new_tokens": min(new, self.max_length - max(lengths)), **whole, **options}
+                    futures = [ask(row, attention_mask=torch.ones_like(row), seed=0, **more) for row in texts]
                 for future in futures:
                     future.result()
         finally:

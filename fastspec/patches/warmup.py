@@ -22,6 +22,8 @@ NEW = 4
 """Tokens of every call: its first round runs, the second is captured."""
 WARM_NEW = 24
 """Tokens of a warm-up's answers: several rounds, whatever is accepted, of which the second is captured."""
+WARM_SIZED = 40
+"""The same where the size of a round is chosen: enough rounds that their time is measured, too."""
 WARM_SLOTS = 2048
 WARM_LENGTH = WARM_SLOTS - EXTENT_BUCKET
 """Tokens of texts that a warm-up is for: with what rounds write beyond their ends they have room in buffers of
