@@ -276,11 +276,10 @@ class Continuous:
         processes hold the model, rounds of every size that trees may take, whose times are measured, and buffers have
         room for texts of `length` tokens from then on. A longer text makes them larger, and what was captured is
         captured anew, while all rows wait. None: as many tokens as a row has room for, 3,968 at most, or as fit half of
-        the free memory. N-gram drafts have graphs for many shapes of trees, of
-        which a warm-up sees some. To be called before prompts come: `stats` begin anew behind it. Of processes that
-        hold the model together the first one's call is that of all; in the others it does nothing. `told` is called
-        with (calls that are done, of how many). Raises Unsupported for a `length` below 1, and for rows without room
-        for an answer.
+        the free memory. N-gram drafts have graphs for many shapes of trees, of which a warm-up sees some. To be called
+        before prompts come: `stats` begin anew behind it. Of processes that hold the model together the first one's
+        call is that of all; in the others it does nothing. `told` is called with (calls that are done, of how many).
+        Raises Unsupported for a `length` below 1, and for rows without room for an answer.
         """
         length = self._warm_length() if length is None else length
         longest = min(length, self.max_length - WARM_NEW)
@@ -291,16 +290,13 @@ class Continuous:
         if self.ranks is not None and not self.ranks.leads:
             return 0.0
         rounds, captures = self._widths.current, self._widths.current.engine.target.captures
-        together, constrains = min(rounds.together, self._widths.rows), captures and self.ranks is None
+        together = min(rounds.together, self._widths.rows)
+        constrains = captures and self.ranks is None  # others than the first process hear of options alone
         began, numbers = time.perf_counter(), torch.Generator().manual_seed(0)
         vocabulary = self.model.config.get_text_config().vocab_size
-        whole: dict[str, Any] = {
-            "eos_token_id": vocabulary,  # which no token is
-            "pad_token_id": 0,
-        }
+        whole: dict[str, Any] = {"eos_token_id": vocabulary, "pad_token_id": 0}  # the first of which no token is
         tell = told or (lambda done, of: None)
         self._between_turns("reserve", room_for(length, rounds.engine.main.longest) if captures else 0)
-        # others than the first process hear of options alone
         sizes = self._widths.sizes()
         sized = any(None not in each for each in sizes.values())
         calls = list(open_batch_calls(longest, sizes, together, captures=captures, constrains=constrains))

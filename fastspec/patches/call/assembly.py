@@ -57,6 +57,7 @@ def engine_of(plan: Plan) -> tuple[Engine[HFModel], Hashable]:
             key = _key(plan)
     else:
         engine.drafter = _opened(plan, engine.target, engine.drafter, plan.request.width)
+    engine.pinned = plan.session.pinned
     if engine.sizes is not None and plan.ranks is not None:
         engine.sizes.agree(plan.ranks.first_value)
     _restore(plan, engine.target)
