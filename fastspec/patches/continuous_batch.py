@@ -294,7 +294,10 @@ class Continuous:
         constrains = captures and self.ranks is None  # others than the first process hear of options alone
         began, numbers = time.perf_counter(), torch.Generator().manual_seed(0)
         vocabulary = self.model.config.get_text_config().vocab_size
-        whole: dict[str, Any] = {"eos_token_id": vocabulary, "pad_token_id": 0}  # the first of which no token is
+        whole: dict[str, Any] = {
+            "eos_token_id": vocabulary,  # which no token is
+            "pad_token_id": 0,
+        }
         tell = told or (lambda done, of: None)
         self._between_turns("reserve", room_for(length, rounds.engine.main.longest) if captures else 0)
         sizes = self._widths.sizes()
