@@ -294,6 +294,11 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
             )
             if rows == 1:
                 yield f"dequantised {kind}", lambda w=weight: quantised.dequantised(w, dtype)
+            if rows == 61:
+                yield (
+                    f"stored parts of {kind}, 128 rows",
+                    lambda w=weight: quantised.linear_parts(few(1, 128, inner), w, None),
+                )
         eight = stored_weights(hidden, inner, dtype)["e4m3 in blocks"]
         for count, kind in ((3, None), (2, SILU)):
             yield (

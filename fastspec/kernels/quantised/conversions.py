@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from fastspec.kernels.quantised.reference import Codes, Numbers
 
@@ -143,29 +144,49 @@ def assembly(kind: Codes, dtype: torch.dtype) -> str | None:
 
 @lru_cache
 def pair_assembly(kind: Codes, dtype: torch.dtype, zeros: bool) -> str | None:
-    """The program of units of two neighbouring codes, or None where there is none: the word `$0` of two numbers from
-    the low bits of `$1`; with zeros less what the word `$2` has twice, a code's base and its zero point, negative. With
-    a table it is of two units, `$0` and `$1` of `$2` and `$3`, and takes each of `table_words` twice."""
+    """The program of a unit of two neighbouring codes, or None where there is none: the word `$0` of two numbers, of 8
+    bits from the low bits of `$1`, of 4 bits from the byte `$2` of the word `$1`; with zeros less what the word `$3`
+    has twice, a code's base and its zero point, negative. With a table `$3` is where the lane's copy of it begins."""
     if not _known(kind, dtype):
         return None
     if kind.bits == 8:
         return _program(_eight(kind, dtype, "$1", ((0, 1),)))
+    lines = ["or.b32 b, $2, 0x4440;", "prmt.b32 a, $1, 0, b;"]
     if kind.table:
-        tables = [f"${4 + 2 * at}" for at in range(8)]
-        lines = ["prmt.b32 w, $2, $3, 0x5540;", *_places("w", 0x1111), "and.b32 w, w, 0x7777;"]
-        lines += _chosen(tables[:4], tables[4:])
-        return _program([*lines, "prmt.b32 $0, a, o, 0x4051;", "prmt.b32 $1, a, o, 0x6273;"])
+        return _program([*lines, "mad.lo.u32 a, a, 128, $3;", "ld.shared.u32 $0, [a];"])
     base = 128.0 if dtype == torch.bfloat16 else 1024.0
     return _program(
         [
-            f"mov.b32 n, {'$2' if zeros else _twice(_bits(-base - kind.less, dtype))};",
+            *lines,
+            f"mov.b32 n, {'$3' if zeros else _twice(_bits(-base - kind.less, dtype))};",
             f"mov.b32 o, {_twice(ONE[dtype])};",
             f"mov.b32 m, {_twice(BASE[dtype] << 8)};",
-            "mul.lo.u32 a, $1, 4097;",
+            "mul.lo.u32 a, a, 4097;",
             "lop3.b32 a, a, 0x000F000F, m, 0xEA;",
             f"fma.rn.{TWO_HALVES[dtype]} $0, a, o, n;",
         ]
     )
+
+
+PLACE = (
+    ".shared .align 1024 .b8 stored_table[32768];\n"
+    "{ .reg .b32 a, b; mov.u32 a, %laneid; mov.u32 b, stored_table; mad.lo.u32 $0, a, 4, b; }"
+)
+"""Makes room for 256 words, each 32 times, once in every bank, and says where the lane's first one is. (Gluon reads
+shared memory by places that registers hold since Triton 3.7 alone.)"""
+FILL = (
+    "{ .reg .b32 a, b; mov.u32 a, %laneid; mov.u32 b, stored_table; mad.lo.u32 b, a, 4, b; "
+    "mad.lo.u32 b, $1, 128, b; st.shared.u32 [b], $2; mov.u32 $0, 0; }"
+)
+"""Writes the lane's copy of the word `$1`, which is `$2`."""
+
+
+@lru_cache
+def pair_table(kind: Codes, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Words of the two numbers of each byte of a table's codes, the high half first: [256] int32."""
+    numbers = torch.tensor(kind.table, device="cpu").to(dtype).view(torch.int16).to(torch.int32) & 0xFFFF
+    octets = torch.arange(256, device="cpu")
+    return (numbers[octets >> 4] | numbers[octets & 15] << 16).to(device)
 
 
 @lru_cache
