@@ -93,8 +93,12 @@ def test_a_unit_of_two_codes_becomes_a_word_of_two_numbers(kind: str, dtype: tor
                 (made,) = run(program, 1, [word, at, *([20] if table else [])], dtype, table)
                 assert halves(made & MASK, dtype).tolist() == wanted[unit].tolist()
         else:
-            (word,) = run(program, 1, [octet | other << 8], dtype)
-            assert halves(word, dtype).tolist() == [*wanted[octet].tolist(), *wanted[other].tolist()]
+            units = [octet, other, 255 - octet, octet ^ other, other, 255 - other, 77, octet]
+            words = struct.unpack("<2I", bytes(units))
+            for at in range(4):
+                (word,) = run(program, 1, [*words, at], dtype)
+                expected = [*wanted[units[2 * at]].tolist(), *wanted[units[2 * at + 1]].tolist()]
+                assert halves(word, dtype).tolist() == expected
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -5,8 +5,8 @@ R rows, K input channels, M output channels; up to three weights beside each oth
 kernels/linear/hopper.py a program takes BM output channels (half of them of a gate, half of its up part), in stages of
 STEPS steps of STEP channels, and asks for its first STAGES stages of codes while it still waits for its rows; while a
 step is multiplied the next one's numbers are made. Two codes of neighbouring channels are a unit, of 8 or 16 bits; the
-thread that multiplies it makes a word of two numbers of it (conversions.py). Of 8 bits each thread loads its own units;
-of 4 bits four threads load the same words, four at once, and take a byte each. Numbers of a table are read from shared
+thread that multiplies it makes a word of two numbers of it (conversions.py). Four threads load the same words, four at
+once, and take a unit each of one, or of two. Numbers of a table are read from shared
 memory by the byte of two codes: each lane has a copy there, in a bank of its own.
 
 Depths of few output channels are cut in 2 or 4 parts, added up as (0 + 1) + (2 + 3): SIDE by SIDE in one tile, in
@@ -89,27 +89,35 @@ def _numbers(
     b_beside,
     b_unit,
     BITS: gl.constexpr,
-    UNITS: gl.constexpr,
     WORDS: gl.constexpr,
+    UNITS: gl.constexpr,
     CODES: gl.constexpr,
     ASSEMBLY: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """Numbers [BM, 8 * W] of words [BM, W] of four units of two codes of 4 bits, or [BM, 2 * U] of units of 8 bits."""
-    if BITS == 4:
-        b_words = smem.load(gl.SliceLayout(2, WORDS))
-        b_words = gl.expand_dims(b_words, 2).broadcast_to([smem.shape[0], smem.shape[1], 4])
+    """Numbers [BM, 8 * U]: a word of 4 bits [BM, U] holds four units of two codes, as two of 8 bits do."""
+    BM: gl.constexpr = smem.shape[0]
+    COUNT: gl.constexpr = UNITS.shape[1]
+    if BITS == 8:
+        b_first, b_second = gl.split(gl.reshape(smem.load(WORDS), [BM, COUNT, 2]))
+        b_first, b_second = _each(b_first, UNITS), _each(b_second, UNITS)
+        b_pairs = gl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r", [b_first, b_second, b_unit], gl.int32, True, 1)
+    else:
+        b_words = _each(smem.load(WORDS), UNITS)
         if b_beside is None:
             b_pairs = gl.inline_asm_elementwise(ASSEMBLY, "=r,r,r", [b_words, b_unit], gl.int32, True, 1)
         else:
             b_pairs = gl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r", [b_words, b_unit, b_beside], gl.int32, True, 1)
-    else:
-        b_units = smem.load(UNITS).to(gl.int32)
-        b_pairs = gl.inline_asm_elementwise(ASSEMBLY, "=r,r", [b_units], gl.int32, True, 1)
-    b_first = b_pairs.to(gl.int16).to(DTYPE, bitcast=True)
-    b_second = (b_pairs >> 16).to(gl.int16).to(DTYPE, bitcast=True)
-    b_out = gl.reshape(gl.join(b_first, b_second), [smem.shape[0], smem.shape[1] * (8 if BITS == 4 else 2)])
-    return gl.convert_layout(b_out, CODES)
+    b_even = b_pairs.to(gl.int16).to(DTYPE, bitcast=True)
+    b_odd = (b_pairs >> 16).to(gl.int16).to(DTYPE, bitcast=True)
+    return gl.convert_layout(gl.reshape(gl.join(b_even, b_odd), [BM, 8 * COUNT]), CODES)
+
+
+@gluon.jit
+def _each(b_words, UNITS: gl.constexpr):
+    """Words [BM, U] for each of four units."""
+    b_words = gl.convert_layout(b_words, gl.SliceLayout(2, UNITS), assert_trivial=True)
+    return gl.expand_dims(b_words, 2).broadcast_to(UNITS.shape)
 
 
 @gluon.jit
@@ -199,13 +207,23 @@ def _zeros(first, second, o_word, o_shift, is_first, GATES: gl.constexpr, DTYPE:
 
 
 @gluon.constexpr_function
-def _words(step, warps):
-    """Places of units [lines, words, 4] of two codes: where tensor cores read their numbers, four words of a line at
-    once."""
+def _units(step, warps):
+    """Places of units [lines, U, 4] of two codes: where tensor cores read their numbers, the U of a line one by one."""
     registers = [[0, 1, 0], [0, 2, 0], [8, 0, 0]] + [[0, 1 << i, 0] for i in range(2, (step // 8).bit_length() - 1)]
     lanes = [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
     groups = [[16 << i, 0, 0] for i in range(warps.bit_length() - 1)]
     return gl.DistributedLinearLayout(registers, lanes, groups, [], [16 * warps, step // 8, 4])
+
+
+@gluon.constexpr_function
+def _words(step, warps, bits):
+    """Places of words [lines, W] of these units, four of a line at once."""
+    count = step * bits // 32
+    registers = [[0, 1], [0, 2], [8, 0]] + [[0, 1 << i] for i in range(2, count.bit_length() - 1)]
+    lanes = [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(
+        registers, lanes, [[16 << i, 0] for i in range(warps.bit_length() - 1)], [], [16 * warps, count]
+    )
 
 
 @gluon.jit(do_not_specialize=["R"])
@@ -252,9 +270,9 @@ def _hopper_stored(
     ALONE: gl.constexpr = BR > 64 or SERIES > 1  # one part of a sum: registers hold no more
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BR, 16])
     CODES: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    UNITS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 1)
-    PER: gl.constexpr = 8 if BITS == 4 else 2  # codes of a word
-    WORDS: gl.constexpr = _words(STEP, WARPS)
+    PER: gl.constexpr = 32 // BITS  # codes of a word
+    UNITS: gl.constexpr = _units(STEP, WARPS)
+    WORDS: gl.constexpr = _words(STEP, WARPS, BITS)
     BC: gl.constexpr = BM // SIDE // GATES
     BK: gl.constexpr = STEP * STEPS
     OUT: gl.constexpr = gl.BlockedLayout([8, 1], [min(32, BC // 8), 32 // min(32, BC // 8)], [1, WARPS], [0, 1])
@@ -315,13 +333,13 @@ def _hopper_stored(
 
     p_zeros_above = weights[GATES - 1].zeros
     if ZEROS:
-        o_zero_part = gl.arange(0, BM, gl.SliceLayout(1, gl.SliceLayout(2, WORDS)))
+        o_zero_part = gl.arange(0, BM, gl.SliceLayout(1, gl.SliceLayout(2, UNITS)))
         is_first_zero = o_zero_part < BM // GATES
         o_zero_line = gl.minimum((line + o_zero_part % (BM // GATES)) // SIDE, lines - 1)
         o_zero = o_zero_line // 8 * columns + o_zero_part % SIDE * (columns // SIDE)
         o_shift = o_zero_line % 8 * 4
     b_none = gl.zeros([BM, BR], gl.float32, SUMS)
-    b_unit = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, WORDS)))
+    b_unit = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, UNITS)))
     if table is not None:
         b_base = _filled(table, b_unit, PLACE, FILL, WARPS)[None, None, :].broadcast_to([BM, STEP // 8, 4])
     b_unit = b_unit[None, None, :].broadcast_to([BM, STEP // 8, 4])
@@ -369,7 +387,7 @@ def _hopper_stored(
                     codes_smem = w_smem.index(stage * STEPS + u)
                 else:
                     codes_smem = w_smem.index(stage).slice(u * STEP // PER, STEP // PER, dim=1)
-                b_w = _numbers(codes_smem, b_beside, b_unit, BITS, UNITS, WORDS, CODES, ASSEMBLY, dtype)
+                b_w = _numbers(codes_smem, b_beside, b_unit, BITS, WORDS, UNITS, CODES, ASSEMBLY, dtype)
                 if GROUPED:
                     if ALONE and u > 0:
                         b_sum = _fma(mma_wait(0, deps=(b_parts[u - 1],)), b_scales[u - 1][:, None], b_sum)
@@ -463,7 +481,7 @@ def launch_of(weights: Sequence[StoredWeight], rows: int, gated: bool, apart: bo
     bits, table, nested, cut = one.kind.bits, bool(one.kind.table), one.nested is not None, one.depth // parts
     side = parts if not apart and parts * rows <= SIDEWAYS else 1
     series = parts if not apart and side == 1 else 1
-    wide = min(TALLEST if series == 1 else SIDEWAYS, max(8, 1 << (rows * side - 1).bit_length()))
+    wide = min(TALLEST if series == 1 and step_of(one) > 32 else SIDEWAYS, max(8, 1 << (rows * side - 1).bit_length()))
     tall = wide > SIDEWAYS
     channels = 128 if (tall and cut > SHALLOW) or (table and series == 1) else 64
     lines = sum(weight.shape[0] for weight in weights) * side * (parts if apart else 1)
@@ -503,15 +521,8 @@ def hopper_stored(
     for weight, bias in zip(weights, biases, strict=True):
         codes = weight.codes[:, : depth * bits // 8]
         codes = codes if side == 1 else codes.view(-1, codes.shape[1] // side)
-        codes = codes.view(torch.uint16 if bits == 8 else torch.int32)
-        described.append(
-            _descriptor(
-                codes,
-                launch.channels // gates,
-                (launch.depth if gates == 1 else step) * bits // (16 if bits == 8 else 32),
-                gl.uint16 if bits == 8 else gl.int32,
-            )
-        )
+        width = (launch.depth if gates == 1 else step) * bits // 32
+        described.append(_descriptor(codes.view(torch.int32), launch.channels // gates, width, gl.int32))
         nested = weight.nested
         operands.append(
             HopperOperands(
