@@ -74,10 +74,11 @@ def _ask(
     """Ask for a stage of codes, if it is wanted; the barrier waits for the rows' bytes too."""
     mbarrier.expect(bars.index(stage), BYTES, wanted)
     if GATES == 2:
-        for u in gl.static_range(STEPS):
-            o_unit, tile = (o_k + u * STEP) // PER, w_smem.index(stage * STEPS + u)
-            _load(codes[0], [line, o_unit], bars.index(stage), tile.slice(0, BM // 2), wanted)
-            _load(codes[1], [line, o_unit], bars.index(stage), tile.slice(BM // 2, BM // 2), wanted)
+        TILES: gl.constexpr = STEP * STEPS // PER // w_smem.shape[2]
+        for i in gl.static_range(TILES):
+            o_word, tile = o_k // PER + i * w_smem.shape[2], w_smem.index(stage * TILES + i)
+            _load(codes[0], [line, o_word], bars.index(stage), tile.slice(0, BM // 2), wanted)
+            _load(codes[1], [line, o_word], bars.index(stage), tile.slice(BM // 2, BM // 2), wanted)
     else:
         for i in gl.static_range(COUNT):
             _load(codes[i], [line, o_k // PER], bars.index(stage), w_smem.index(stage), wanted & (which == i))
@@ -301,8 +302,9 @@ def _hopper_stored(
     line, row = tile * (BM // GATES), gl.program_id(1) * BR
     count = stages // S
     begin = part * count
-    TILES: gl.constexpr = STEPS if GATES == 2 else 1  # in a stage
-    w_smem = gl.allocate_shared_memory(d_first.dtype, [STAGES * TILES, BM, BK // PER // TILES], d_first.layout)
+    WIDE: gl.constexpr = d_first.block_shape[1]  # words of a line in a tile
+    TILES: gl.constexpr = BK // PER // WIDE
+    w_smem = gl.allocate_shared_memory(d_first.dtype, [STAGES * TILES, BM, WIDE], d_first.layout)
     x_smem = gl.allocate_shared_memory(dtype, [STAGES, BR, BK], d_x.layout)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -383,10 +385,8 @@ def _hopper_stored(
                     o_group = gl.minimum(((begin + turn) * BK + u * STEP) // GROUP, columns // SIDE - 1) + o_zero
                     b_zero = _zeros(p_zeros, p_zeros_above, o_group, o_shift, is_first_zero, GATES, dtype)
                     b_beside = gl.expand_dims(gl.expand_dims(b_zero, 1), 2).broadcast_to([BM, STEP // 8, 4])
-                if GATES == 2:
-                    codes_smem = w_smem.index(stage * STEPS + u)
-                else:
-                    codes_smem = w_smem.index(stage).slice(u * STEP // PER, STEP // PER, dim=1)
+                tile_smem = w_smem.index(stage * TILES + u * WORDS.shape[1] // WIDE)
+                codes_smem = tile_smem.slice(u * WORDS.shape[1] % WIDE, WORDS.shape[1], dim=1)
                 b_w = _numbers(codes_smem, b_beside, b_unit, BITS, WORDS, UNITS, CODES, ASSEMBLY, dtype)
                 if GROUPED:
                     if ALONE and u > 0:
@@ -490,7 +490,7 @@ def launch_of(weights: Sequence[StoredWeight], rows: int, gated: bool, apart: bo
     if tall or channels == 128:  # registers hold no more
         here = min(here, 1 if channels == 128 and wide > 16 else 2)
     if wide <= 16:
-        most = 512 if bits == 4 and not nested else 256
+        most = 512 if bits == 4 and not nested else 128 if bits == 8 and gated and wide > 8 else 256
     elif tall or gated or side > 1:
         most = 256 if channels == 128 and tall and step_of(one) == STEP else 128
     else:
@@ -521,7 +521,8 @@ def hopper_stored(
     for weight, bias in zip(weights, biases, strict=True):
         codes = weight.codes[:, : depth * bits // 8]
         codes = codes if side == 1 else codes.view(-1, codes.shape[1] // side)
-        width = (launch.depth if gates == 1 else step) * bits // 32
+        width = launch.depth * bits // 32
+        width = width if gates == 1 else min(width, 32)  # of two weights a tile is as wide as its swizzle
         described.append(_descriptor(codes.view(torch.int32), launch.channels // gates, width, gl.int32))
         nested = weight.nested
         operands.append(
