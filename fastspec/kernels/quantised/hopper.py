@@ -208,7 +208,7 @@ def _zeros(first, second, o_word, o_shift, is_first, GATES: gl.constexpr, DTYPE:
 
 
 @gluon.constexpr_function
-def _units(step, warps):
+def _units(step: int, warps: int) -> Any:
     """Places of units [lines, U, 4] of two codes: where tensor cores read their numbers, the U of a line one by one."""
     registers = [[0, 1, 0], [0, 2, 0], [8, 0, 0]] + [[0, 1 << i, 0] for i in range(2, (step // 8).bit_length() - 1)]
     lanes = [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
@@ -217,7 +217,7 @@ def _units(step, warps):
 
 
 @gluon.constexpr_function
-def _words(step, warps, bits):
+def _words(step: int, warps: int, bits: int) -> Any:
     """Places of words [lines, W] of these units, four of a line at once."""
     count = step * bits // 32
     registers = [[0, 1], [0, 2], [8, 0]] + [[0, 1 << i] for i in range(2, count.bit_length() - 1)]
