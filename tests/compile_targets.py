@@ -106,7 +106,8 @@ def compiled(target: int | str, rows: list[dict[str, Any]]) -> None:
                 if re.search(rf'"tt.reduce"\({name}, ', made.asm["ttgir"]):
                     raise ValueError(f"{kernel.__name__}: the places of a maximum are those of another order")
             used = {} if isinstance(target, str) else usage(made.asm["cubin"])
-            rows.append({"kernel": kernel.__name__, "shared": made.metadata.shared, **used})
+            shared = made.metadata.shared + used.pop("static", 0)
+            rows.append({"kernel": kernel.__name__, "shared": shared, **used})
 
         return run
 
@@ -114,15 +115,17 @@ def compiled(target: int | str, rows: list[dict[str, Any]]) -> None:
 
 
 def usage(cubin: bytes) -> dict[str, int]:
-    """Registers of a thread, and bytes of them that went to memory (the stack), as cuobjdump reads them."""
+    """Registers of a thread, bytes of them that went to memory (the stack), and shared memory that the program itself
+    declares beside Triton's, as cuobjdump reads them."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         told = subprocess.run(
             [TOOL, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
-    found = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", told)}
-    return {"registers": found["REG"], "stack": found["STACK"]}
+    found = {name: int(value) for name, value in re.findall(r"(REG|STACK|SHARED):(\d+)", told)}
+    own = max(0, found["SHARED"] - (1 << 10))  # the system has 1 KiB
+    return {"registers": found["REG"], "stack": found["STACK"], "static": own}
 
 
 def floats(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -294,6 +297,11 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
             )
             if rows == 1:
                 yield f"dequantised {kind}", lambda w=weight: quantised.dequantised(w, dtype)
+            if rows == 61:
+                yield (
+                    f"stored parts of {kind}, 128 rows",
+                    lambda w=weight: quantised.linear_parts(few(1, 128, inner), w, None),
+                )
         eight = stored_weights(hidden, inner, dtype)["e4m3 in blocks"]
         for count, kind in ((3, None), (2, SILU)):
             yield (

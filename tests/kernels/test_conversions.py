@@ -13,7 +13,7 @@ import triton.language as tl
 
 from fastspec.kernels.launch import runs_ptx
 from fastspec.kernels.quantised import mxfp4, reference
-from fastspec.kernels.quantised.conversions import assembly, group_assembly, pair_assembly, table_words
+from fastspec.kernels.quantised.conversions import assembly, group_assembly, pair_assembly, pair_table
 from fastspec.kernels.quantised.reference import E4M3, FP4, INT8, MXFP4, NF4, PACKED4, PACKED8, Codes, StoredWeight
 
 KINDS = {"int8": INT8, "8 bits": PACKED8, "e4m3": E4M3, "4 bits": PACKED4, "nf4": NF4, "fp4": FP4}
@@ -45,12 +45,16 @@ def fma(a: int, b: int, c: int, dtype: torch.dtype) -> int:
     return struct.unpack("<I", made.view(torch.int16).numpy().tobytes())[0]
 
 
-def run(program: str, outputs: int, given: Sequence[int], dtype: torch.dtype) -> list[int]:
-    """What a program makes of its operands, which come after its outputs."""
+def run(program: str, outputs: int, given: Sequence[int], dtype: torch.dtype, memory: Sequence[int] = ()) -> list[int]:
+    """What a program makes of its operands, which come after its outputs. Words of shared memory lie 128 bytes
+    apart."""
     held = {f"${outputs + at}": word & MASK for at, word in enumerate(given)}
     values = {
         "mov.b32": lambda a: a,
         "and.b32": lambda a, b: a & b,
+        "or.b32": lambda a, b: a | b,
+        "mad.lo.u32": lambda a, b, c: a * b + c & MASK,
+        "ld.shared.u32": lambda a: memory[a // 128],
         "xor.b32": lambda a, b: a ^ b,
         "shr.u32": lambda a, b: a >> b,
         "mul.lo.u32": lambda a, b: a * b & MASK,
@@ -61,7 +65,7 @@ def run(program: str, outputs: int, given: Sequence[int], dtype: torch.dtype) ->
     }
     for line in re.sub(r"^\{[^;]*;|\}$", "", program).strip().splitlines():
         op, rest = line.rstrip(";").split(" ", 1)
-        into, *operands = rest.split(", ")
+        into, *operands = re.sub(r"[\[\]]", "", rest).split(", ")
         held[into] = values[op](*(held[each] if each in held else int(each, 0) for each in operands))
     return [held[f"${at}"] for at in range(outputs)]
 
@@ -78,20 +82,23 @@ def numbers(kind: Codes, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_unit_of_two_codes_becomes_a_word_of_two_numbers(kind: str, dtype: torch.dtype) -> None:
     codes, wanted = KINDS[kind], numbers(KINDS[kind], dtype)
-    program, table = pair_assembly(codes, dtype, zeros=False), table_words(codes, dtype)
-    assert program is not None and len(table) == (8 if codes.table else 0)
+    program = pair_assembly(codes, dtype, zeros=False)
+    table = pair_table(codes, dtype, torch.device("cpu")).tolist() if codes.table else []
+    assert program is not None
     for octet in range(256):
         other = octet * 37 + 11 & 255
-        if table:  # two units at once, and each word of the table twice
-            doubled = [word for word in table for _ in range(2)]
-            made = run(program, 2, [octet, other, *doubled], dtype)
-            for word, unit in zip(made, (octet, other), strict=True):
-                assert halves(word, dtype).tolist() == wanted[unit].tolist()
-        elif codes.bits == 4:
-            assert halves(*run(program, 1, [octet], dtype), dtype).tolist() == wanted[octet].tolist()
+        if codes.bits == 4:  # the lane's copy of a table begins at 20
+            word = octet | other << 8 | (255 - octet) << 16 | (octet ^ other) << 24
+            for at, unit in enumerate((octet, other, 255 - octet, octet ^ other)):
+                (made,) = run(program, 1, [word, at, *([20] if table else [])], dtype, table)
+                assert halves(made & MASK, dtype).tolist() == wanted[unit].tolist()
         else:
-            (word,) = run(program, 1, [octet | other << 8], dtype)
-            assert halves(word, dtype).tolist() == [*wanted[octet].tolist(), *wanted[other].tolist()]
+            units = [octet, other, 255 - octet, octet ^ other, other, 255 - other, 77, octet]
+            words = struct.unpack("<2I", bytes(units))
+            for at in range(4):
+                (word,) = run(program, 1, [*words, at], dtype)
+                expected = [*wanted[units[2 * at]].tolist(), *wanted[units[2 * at + 1]].tolist()]
+                assert halves(word, dtype).tolist() == expected
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -102,7 +109,7 @@ def test_zero_points_are_taken_off(zero: int, dtype: torch.dtype) -> None:
     program = pair_assembly(PACKED4, dtype, zeros=True)
     assert program is not None
     for octet in range(256):
-        assert halves(*run(program, 1, [octet, word], dtype), dtype).tolist() == [
+        assert halves(*run(program, 1, [octet << 16 | 0xAB0000CD, 2, word], dtype), dtype).tolist() == [
             (octet & 15) - zero,
             (octet >> 4) - zero,
         ]

@@ -36,7 +36,7 @@ LAYOUTS = {
     "nf4": table4,
     "nf4, nested": partial(table4, nested=True),
 }
-ROWS = 1, 2, 5, 16, 17, 33, 64, 65, 130
+ROWS = 1, 2, 5, 16, 17, 33, 64, 65, 128, 130
 DTYPES = torch.bfloat16, torch.float16
 
 
@@ -51,7 +51,9 @@ def numbers(weight: reference.StoredWeight, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("channels, depth, parts", [(328, 2048, 4), (200, 768, 2), (8256, 640, 1)])
+@pytest.mark.parametrize(
+    "channels, depth, parts", [(328, 2048, 4), (328, 8192, 4), (200, 768, 2), (8256, 640, 1), (8256, 1280, 1)]
+)
 def test_every_way_gives_the_same_bits(layout, channels, depth, parts, dtype):
     torch.manual_seed(0)
     with torch.device("cuda"):
@@ -79,9 +81,9 @@ def test_every_way_gives_the_same_bits(layout, channels, depth, parts, dtype):
 def test_a_gate_and_weights_side_by_side(layout, dtype, kind):
     torch.manual_seed(0)
     with torch.device("cuda"):
-        (gate, _), (up, _) = (LAYOUTS[layout](200, 512, dtype) for _ in range(2))
-        three = [LAYOUTS[layout](channels, 512, dtype)[0] for channels in (200, 64, 72)]
-        x, bias = torch.randn(max(ROWS), 512).to(dtype), torch.randn(200).to(dtype)
+        (gate, _), (up, _) = (LAYOUTS[layout](200, 1280, dtype) for _ in range(2))
+        three = [LAYOUTS[layout](channels, 1280, dtype)[0] for channels in (200, 64, 72)]
+        x, bias = torch.randn(max(ROWS), 1280).to(dtype), torch.randn(200).to(dtype)
     whole = kernel.linears(x, (gate, up), (bias, bias), kind)
     parts = [product(x, numbers(weight, dtype), bias)[0].to(dtype) for weight in (gate, up)]
     wanted = opened(parts[0], kind).to(dtype) * parts[1]

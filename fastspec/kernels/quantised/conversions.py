@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from fastspec.kernels.quantised.reference import Codes, Numbers
 
@@ -31,13 +32,14 @@ def _bits(value: float, dtype: torch.dtype) -> int:
     return int(torch.tensor(value, dtype=dtype, device="cpu").view(torch.int16)) & 0xFFFF
 
 
-def _eight(kind: Codes, dtype: torch.dtype, word: str, places: Sequence[tuple[int, int]]) -> list[str]:
-    """Words `$0`, `$1` and so on of the codes of 8 bits at two places of a word each.
+def _eight(kind: Codes, dtype: torch.dtype, puts: Sequence[str]) -> list[str]:
+    """Words `$0` and `$1` and so on of two codes of 8 bits, which each of `puts` puts into the halves of `a`: into the
+    high bytes of e4m3, else into the low ones; whatever is in the others.
 
     Of whole numbers bf16 has 7 bits below its 128, so the eighth becomes a number of its own, 128 or 256, and is taken
     off as such.
     """
-    magic, signed = BASE[dtype] << 8, kind.numbers == Numbers.SIGNED
+    signed = kind.numbers == Numbers.SIGNED
     if kind.numbers == Numbers.E4M3:
         shift, bits, power = E4M3[dtype]
         lines = [f"mov.b32 m, {_twice(_bits(2.0**power, dtype))};", "mov.b32 n, 0x80008000;"]
@@ -47,31 +49,18 @@ def _eight(kind: Codes, dtype: torch.dtype, word: str, places: Sequence[tuple[in
             "lop3.b32 a, a, 0x80008000, b, 0xEA;",
             f"fma.rn.{TWO_HALVES[dtype]} $, a, m, n;",
         ]
-        return lines + _each("prmt.b32 a, {word}, 0, 0x{1}4{0}4;", each, word, places)
-    if dtype == torch.float16:
-        lines = [
-            f"mov.b32 n, {_twice(_bits(-1152.0, dtype))};",
-            f"mov.b32 o, {_twice(ONE[dtype])};",
-            "mov.b32 b, 0x64646464;",
-            f"xor.b32 w, {word}, {'0x80808080' if signed else '0'};",
+    elif dtype == torch.float16:
+        lines = [f"mov.b32 n, {_twice(_bits(-1152.0, dtype))};", f"mov.b32 o, {_twice(ONE[dtype])};"]
+        lines += [f"mov.b32 m, {_twice(BASE[dtype] << 8 | 128 * signed)};"]
+        each = ["lop3.b32 a, a, 0x00FF00FF, m, 0x6A;", "fma.rn.f16x2 $, a, o, n;"]
+    else:
+        lines = [f"mov.b32 m, {_twice(_bits(-1.0, dtype))};", f"mov.b32 o, {_twice(BASE[dtype] << 8)};"]
+        each = [
+            "lop3.b32 b, a, 0x007F007F, o, 0xEA;",
+            f"lop3.b32 a, a, 0x00800080, o, {'0xEA' if signed else '0xAE'};",
+            "fma.rn.bf16x2 $, a, m, b;",
         ]
-        return lines + _each("prmt.b32 a, {word}, b, 0x4{1}4{0};", ["fma.rn.f16x2 $, a, o, n;"], "w", places)
-    lines = [f"mov.b32 m, {_twice(_bits(-1.0, dtype))};", f"mov.b32 o, {_twice(magic)};"]
-    each = [
-        "lop3.b32 b, a, 0x007F007F, o, 0xEA;",
-        f"lop3.b32 a, a, 0x00800080, o, {'0xEA' if signed else '0xAE'};",
-        "fma.rn.bf16x2 $, a, m, b;",
-    ]
-    return lines + _each("prmt.b32 a, {word}, 0, 0x4{1}4{0};", each, word, places)
-
-
-def _each(first: str, rest: Sequence[str], word: str, places: Sequence[tuple[int, int]]) -> list[str]:
-    """Lines for each output: `first` with its places, and the others, which write `$`."""
-    return [
-        line.replace(" $,", f" ${out},")
-        for out, pair in enumerate(places)
-        for line in (first.format(*pair, word=word), *rest)
-    ]
+    return lines + [line.replace(" $,", f" ${out},") for out, put in enumerate(puts) for line in (put, *each)]
 
 
 def _whole4(dtype: torch.dtype, less: int) -> list[str]:
@@ -137,35 +126,59 @@ def assembly(kind: Codes, dtype: torch.dtype) -> str | None:
     if not _known(kind, dtype):
         return None
     if kind.bits == 8:
-        return _program(_eight(kind, dtype, "$2", ((0, 1), (2, 3))))
+        places = ("0x1404", "0x3424") if kind.numbers == Numbers.E4M3 else ("0x4140", "0x4342")
+        return _program(_eight(kind, dtype, [f"prmt.b32 a, $2, 0, {each};" for each in places]))
     return _program(_table4(kind, dtype) if kind.table else _whole4(dtype, kind.less))
 
 
 @lru_cache
 def pair_assembly(kind: Codes, dtype: torch.dtype, zeros: bool) -> str | None:
-    """The program of units of two neighbouring codes, or None where there is none: the word `$0` of two numbers from
-    the low bits of `$1`; with zeros less what the word `$2` has twice, a code's base and its zero point, negative. With
-    a table it is of two units, `$0` and `$1` of `$2` and `$3`, and takes each of `table_words` twice."""
+    """The program of a unit of two neighbouring codes, or None where there is none: the word `$0` of two numbers, of 8
+    bits from the unit `$3` of the words `$1` and `$2`, of 4 bits from the byte `$2` of the word `$1`; with zeros less
+    what the word `$3` has twice, a code's base and its zero point, negative. With a table `$3` is where the lane's copy
+    of it begins."""
     if not _known(kind, dtype):
         return None
     if kind.bits == 8:
-        return _program(_eight(kind, dtype, "$1", ((0, 1),)))
+        first = 4 * (kind.numbers == Numbers.E4M3)
+        places = f"mad.lo.u32 w, $3, {0x202 << first}, {0x100 << first};"
+        return _program([places, *_eight(kind, dtype, ["prmt.b32 a, $1, $2, w;"])])
+    lines = ["or.b32 b, $2, 0x4440;", "prmt.b32 a, $1, 0, b;"]
     if kind.table:
-        tables = [f"${4 + 2 * at}" for at in range(8)]
-        lines = ["prmt.b32 w, $2, $3, 0x5540;", *_places("w", 0x1111), "and.b32 w, w, 0x7777;"]
-        lines += _chosen(tables[:4], tables[4:])
-        return _program([*lines, "prmt.b32 $0, a, o, 0x4051;", "prmt.b32 $1, a, o, 0x6273;"])
+        return _program([*lines, "mad.lo.u32 a, a, 128, $3;", "ld.shared.u32 $0, [a];"])
     base = 128.0 if dtype == torch.bfloat16 else 1024.0
     return _program(
         [
-            f"mov.b32 n, {'$2' if zeros else _twice(_bits(-base - kind.less, dtype))};",
+            *lines,
+            f"mov.b32 n, {'$3' if zeros else _twice(_bits(-base - kind.less, dtype))};",
             f"mov.b32 o, {_twice(ONE[dtype])};",
             f"mov.b32 m, {_twice(BASE[dtype] << 8)};",
-            "mul.lo.u32 a, $1, 4097;",
+            "mul.lo.u32 a, a, 4097;",
             "lop3.b32 a, a, 0x000F000F, m, 0xEA;",
             f"fma.rn.{TWO_HALVES[dtype]} $0, a, o, n;",
         ]
     )
+
+
+PLACE = (
+    ".shared .align 1024 .b8 stored_table[32768];\n"
+    "{ .reg .b32 a, b; mov.u32 a, %laneid; mov.u32 b, stored_table; mad.lo.u32 $0, a, 4, b; }"
+)
+"""Makes room for 256 words, each 32 times, once in every bank, and says where the lane's first one is. (Gluon reads
+shared memory by places that registers hold since Triton 3.7 alone.)"""
+FILL = (
+    "{ .reg .b32 a, b; mov.u32 a, %laneid; mov.u32 b, stored_table; mad.lo.u32 b, a, 4, b; "
+    "mad.lo.u32 b, $1, 128, b; st.shared.u32 [b], $2; mov.u32 $0, 0; }"
+)
+"""Writes the lane's copy of the word `$1`, which is `$2`."""
+
+
+@lru_cache
+def pair_table(kind: Codes, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Words of the two numbers of each byte of a table's codes, the high half first: [256] int32."""
+    numbers = torch.tensor(kind.table, device="cpu").to(dtype).view(torch.int16).to(torch.int32) & 0xFFFF
+    octets = torch.arange(256, device="cpu")
+    return (numbers[octets >> 4] | numbers[octets & 15] << 16).to(device)
 
 
 @lru_cache

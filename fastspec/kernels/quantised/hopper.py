@@ -4,8 +4,10 @@ multiplied from there.
 R rows, K input channels, M output channels; up to three weights beside each other, or a gate and an up part. As in
 kernels/linear/hopper.py a program takes BM output channels (half of them of a gate, half of its up part), in stages of
 STEPS steps of STEP channels, and asks for its first STAGES stages of codes while it still waits for its rows; while a
-step is multiplied the next one's numbers are made. Two codes of neighbouring channels are a unit, of 8 or 16 bits: each
-thread loads the units whose numbers it multiplies, and makes a word of the two numbers (conversions.py).
+step is multiplied the next one's numbers are made. Two codes of neighbouring channels are a unit, of 8 or 16 bits; the
+thread that multiplies it makes a word of two numbers of it (conversions.py). Four threads load the same words, four at
+once, and take a unit each of one, or of two. Numbers of a table are read from shared
+memory by the byte of two codes: each lane has a copy there, in a bank of its own.
 
 Depths of few output channels are cut in 2 or 4 parts, added up as (0 + 1) + (2 + 3): SIDE by SIDE in one tile, in
 SERIES, or S programs of their own, which leave the sum to a norm. A step's products are summed in order, in steps of
@@ -31,18 +33,22 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait 
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fastspec.kernels.launch import dependent, is_hopper
-from fastspec.kernels.linear.hopper import _joined, _load
+from fastspec.kernels.linear.hopper import _joined, _load, barrier
 from fastspec.kernels.linear.launches import MULTIPROCESSORS, HopperLaunch
 from fastspec.kernels.linear.reference import SILU, Activation
-from fastspec.kernels.quantised.conversions import pair_assembly, table_words
+from fastspec.kernels.quantised.conversions import FILL, PLACE, pair_assembly, pair_table
 from fastspec.kernels.quantised.reference import StoredWeight
 
 STEP = 128
 """Input channels of a step."""
 FEW = 8192
 """Output channels up to which a depth is cut in parts."""
-TALLEST = 64
-"""Rows of a tile."""
+TALLEST, SIDEWAYS = 128, 64
+"""Rows of a tile, and of one whose parts lie side by side, each of them counted."""
+TABLE = 32 << 10
+"""Bytes of a table of the numbers of two codes, each 32 times."""
+SHALLOW = 1024
+"""Depth of a program up to which more programs are faster than tall ones."""
 STAGES, SHARED = 4, 224 << 10
 """Of a program, at most, and the bytes of all that stand on a multiprocessor."""
 
@@ -63,42 +69,67 @@ def _ask(
     BM: gl.constexpr,
     STEP: gl.constexpr,
     STEPS: gl.constexpr,
+    PER: gl.constexpr,
 ):
     """Ask for a stage of codes, if it is wanted; the barrier waits for the rows' bytes too."""
     mbarrier.expect(bars.index(stage), BYTES, wanted)
     if GATES == 2:
-        for u in gl.static_range(STEPS):
-            o_unit, tile = (o_k + u * STEP) // 2, w_smem.index(stage * STEPS + u)
-            _load(codes[0], [line, o_unit], bars.index(stage), tile.slice(0, BM // 2), wanted)
-            _load(codes[1], [line, o_unit], bars.index(stage), tile.slice(BM // 2, BM // 2), wanted)
+        TILES: gl.constexpr = STEP * STEPS // PER // w_smem.shape[2]
+        for i in gl.static_range(TILES):
+            o_word, tile = o_k // PER + i * w_smem.shape[2], w_smem.index(stage * TILES + i)
+            _load(codes[0], [line, o_word], bars.index(stage), tile.slice(0, BM // 2), wanted)
+            _load(codes[1], [line, o_word], bars.index(stage), tile.slice(BM // 2, BM // 2), wanted)
     else:
         for i in gl.static_range(COUNT):
-            _load(codes[i], [line, o_k // 2], bars.index(stage), w_smem.index(stage), wanted & (which == i))
+            _load(codes[i], [line, o_k // PER], bars.index(stage), w_smem.index(stage), wanted & (which == i))
 
 
 @gluon.jit
 def _numbers(
-    smem, b_zero, table, UNITS: gl.constexpr, CODES: gl.constexpr, ASSEMBLY: gl.constexpr, DTYPE: gl.constexpr
+    smem,
+    b_beside,
+    b_unit,
+    BITS: gl.constexpr,
+    WORDS: gl.constexpr,
+    UNITS: gl.constexpr,
+    CODES: gl.constexpr,
+    ASSEMBLY: gl.constexpr,
+    DTYPE: gl.constexpr,
 ):
-    """Numbers [BM, 2 * U] of units [BM, U] of two codes each."""
-    b_units = smem.load(UNITS).to(gl.int32)
-    if len(table) > 0:
-        b_pairs = gl.inline_asm_elementwise(
-            ASSEMBLY,
-            "=r,=r" + 18 * ",r",
-            [b_units, table[0], table[1], table[2], table[3], table[4], table[5], table[6], table[7]],
-            gl.int32,
-            True,
-            2,
-        )
-    elif b_zero is None:
-        b_pairs = gl.inline_asm_elementwise(ASSEMBLY, "=r,r", [b_units], gl.int32, True, 1)
+    """Numbers [BM, 8 * U]: a word of 4 bits [BM, U] holds four units of two codes, as two of 8 bits do."""
+    BM: gl.constexpr = smem.shape[0]
+    COUNT: gl.constexpr = UNITS.shape[1]
+    if BITS == 8:
+        b_first, b_second = gl.split(gl.reshape(smem.load(WORDS), [BM, COUNT, 2]))
+        b_first, b_second = _each(b_first, UNITS), _each(b_second, UNITS)
+        b_pairs = gl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r", [b_first, b_second, b_unit], gl.int32, True, 1)
     else:
-        b_pairs = gl.inline_asm_elementwise(ASSEMBLY, "=r,r,r", [b_units, b_zero], gl.int32, True, 1)
-    b_first = b_pairs.to(gl.int16).to(DTYPE, bitcast=True)
-    b_second = (b_pairs >> 16).to(gl.int16).to(DTYPE, bitcast=True)
-    b_out = gl.reshape(gl.join(b_first, b_second), [smem.shape[0], 2 * smem.shape[1]])
-    return gl.convert_layout(b_out, CODES)
+        b_words = _each(smem.load(WORDS), UNITS)
+        if b_beside is None:
+            b_pairs = gl.inline_asm_elementwise(ASSEMBLY, "=r,r,r", [b_words, b_unit], gl.int32, True, 1)
+        else:
+            b_pairs = gl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r", [b_words, b_unit, b_beside], gl.int32, True, 1)
+    b_even = b_pairs.to(gl.int16).to(DTYPE, bitcast=True)
+    b_odd = (b_pairs >> 16).to(gl.int16).to(DTYPE, bitcast=True)
+    return gl.convert_layout(gl.reshape(gl.join(b_even, b_odd), [BM, 8 * COUNT]), CODES)
+
+
+@gluon.jit
+def _each(b_words, UNITS: gl.constexpr):
+    """Words [BM, U] for each of four units."""
+    b_words = gl.convert_layout(b_words, gl.SliceLayout(2, UNITS), assert_trivial=True)
+    return gl.expand_dims(b_words, 2).broadcast_to(UNITS.shape)
+
+
+@gluon.jit
+def _filled(p_table, b_unit, PLACE: gl.constexpr, FILL: gl.constexpr, WARPS: gl.constexpr):
+    """Addresses of a table of 256 words in shared memory, of which each lane has a copy in a bank of its own."""
+    b_base = gl.inline_asm_elementwise(PLACE, "=r,r", [b_unit], gl.int32, False, 1)
+    LANES: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([4, 1], [1, 32], [WARPS, 1], [1, 0]))
+    o_word = gl.arange(0, 256, LANES)
+    gl.inline_asm_elementwise(FILL, "=r,r,r", [o_word, gl.load(p_table + o_word)], gl.int32, False, 1)
+    barrier()
+    return b_base
 
 
 @gluon.jit
@@ -116,7 +147,7 @@ def _fma(b_x, b_y, b_z):
 @gluon.jit
 def _loaded(first, second, o_line, is_first, GATES: gl.constexpr):
     """Values of a tile's lines: at places o_line of one table, or, for the others, of a second one."""
-    return gl.load(gl.where(is_first, first + o_line, second + o_line) if GATES == 2 else first + o_line)
+    return gl.load((gl.where(is_first, first, second) if GATES == 2 else first) + o_line)
 
 
 @gluon.jit
@@ -169,12 +200,31 @@ def _opened(
 @gluon.jit
 def _zeros(first, second, o_word, o_shift, is_first, GATES: gl.constexpr, DTYPE: gl.constexpr):
     """Base and zero point of the codes of a tile's lines, negative, twice in a word."""
-    p_words = gl.where(is_first, first + o_word, second + o_word) if GATES == 2 else first + o_word
-    b_word = gl.load(p_words)
+    b_word = _loaded(first, second, o_word, is_first, GATES)
     WIDE: gl.constexpr = gl.float16 == DTYPE
     b_half = -(((b_word >> o_shift) & 15).to(gl.float32) + (1024.0 if WIDE else 128.0))
     b_half = b_half.to(DTYPE).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
     return b_half | (b_half << 16)
+
+
+@gluon.constexpr_function
+def _units(step: int, warps: int) -> Any:
+    """Places of units [lines, U, 4] of two codes: where tensor cores read their numbers, the U of a line one by one."""
+    registers = [[0, 1, 0], [0, 2, 0], [8, 0, 0]] + [[0, 1 << i, 0] for i in range(2, (step // 8).bit_length() - 1)]
+    lanes = [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    groups = [[16 << i, 0, 0] for i in range(warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout(registers, lanes, groups, [], [16 * warps, step // 8, 4])
+
+
+@gluon.constexpr_function
+def _words(step: int, warps: int, bits: int) -> Any:
+    """Places of words [lines, W] of these units, four of a line at once."""
+    count = step * bits // 32
+    registers = [[0, 1], [0, 2], [8, 0]] + [[0, 1 << i] for i in range(2, count.bit_length() - 1)]
+    lanes = [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(
+        registers, lanes, [[16 << i, 0] for i in range(warps.bit_length() - 1)], [], [16 * warps, count]
+    )
 
 
 @gluon.jit(do_not_specialize=["R"])
@@ -209,6 +259,8 @@ def _hopper_stored(
     ALPHA: gl.constexpr,
     CUBIC: gl.constexpr,
     ASSEMBLY: gl.constexpr,
+    PLACE: gl.constexpr,
+    FILL: gl.constexpr,
     STAGES: gl.constexpr,
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
@@ -216,9 +268,12 @@ def _hopper_stored(
     """Out [R, M] in d_x's dtype, or with PARTS [S, R, M] fp32. The grid's second side counts tiles of BR rows. With
     SIDE codes and rows are those of the parts; SERIES divides the stages."""
     dtype: gl.constexpr = d_x.dtype
+    ALONE: gl.constexpr = BR > 64 or SERIES > 1  # one part of a sum: registers hold no more
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BR, 16])
     CODES: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    UNITS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 1)
+    PER: gl.constexpr = 32 // BITS  # codes of a word
+    UNITS: gl.constexpr = _units(STEP, WARPS)
+    WORDS: gl.constexpr = _words(STEP, WARPS, BITS)
     BC: gl.constexpr = BM // SIDE // GATES
     BK: gl.constexpr = STEP * STEPS
     OUT: gl.constexpr = gl.BlockedLayout([8, 1], [min(32, BC // 8), 32 // min(32, BC // 8)], [1, WARPS], [0, 1])
@@ -247,8 +302,9 @@ def _hopper_stored(
     line, row = tile * (BM // GATES), gl.program_id(1) * BR
     count = stages // S
     begin = part * count
-    TILES: gl.constexpr = STEPS if GATES == 2 else 1  # in a stage
-    w_smem = gl.allocate_shared_memory(d_first.dtype, [STAGES * TILES, BM, BK // 2 // TILES], d_first.layout)
+    WIDE: gl.constexpr = d_first.block_shape[1]  # words of a line in a tile
+    TILES: gl.constexpr = BK // PER // WIDE
+    w_smem = gl.allocate_shared_memory(d_first.dtype, [STAGES * TILES, BM, WIDE], d_first.layout)
     x_smem = gl.allocate_shared_memory(dtype, [STAGES, BR, BK], d_x.layout)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -257,7 +313,9 @@ def _hopper_stored(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     for i in gl.static_range(STAGES):
-        _ask(codes, bars, w_smem, i, which, line, (begin + i) * BK, i < count, BYTES, GATES, COUNT, BM, STEP, STEPS)
+        _ask(
+            codes, bars, w_smem, i, which, line, (begin + i) * BK, i < count, BYTES, GATES, COUNT, BM, STEP, STEPS, PER
+        )
     o_part = gl.arange(0, BM, gl.SliceLayout(1, SUMS))
     is_first = o_part < BM // GATES
     o_mine = gl.minimum((line + o_part % (BM // GATES)) // SIDE, lines - 1)
@@ -277,12 +335,16 @@ def _hopper_stored(
 
     p_zeros_above = weights[GATES - 1].zeros
     if ZEROS:
-        o_zero_part = gl.arange(0, BM, gl.SliceLayout(1, UNITS))
+        o_zero_part = gl.arange(0, BM, gl.SliceLayout(1, gl.SliceLayout(2, UNITS)))
         is_first_zero = o_zero_part < BM // GATES
         o_zero_line = gl.minimum((line + o_zero_part % (BM // GATES)) // SIDE, lines - 1)
         o_zero = o_zero_line // 8 * columns + o_zero_part % SIDE * (columns // SIDE)
         o_shift = o_zero_line % 8 * 4
     b_none = gl.zeros([BM, BR], gl.float32, SUMS)
+    b_unit = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, UNITS)))
+    if table is not None:
+        b_base = _filled(table, b_unit, PLACE, FILL, WARPS)[None, None, :].broadcast_to([BM, STEP // 8, 4])
+    b_unit = b_unit[None, None, :].broadcast_to([BM, STEP // 8, 4])
     b_sum, b_half, b_first = b_none, b_none, b_none
     if not GROUPED:
         b_line = _of_lines(p_scales, weights[GATES - 1].scales, o_mine // block, is_first, GATES)
@@ -308,39 +370,29 @@ def _hopper_stored(
                     b_scales += (b_new,)  # type: ignore[assignment]  # unrolled
             mbarrier.wait(bars.index(stage), phase)
             # The products of the stage before are done: its place is free.
+            if WARPS > 4:  # in both groups of warps
+                barrier()
             o_next, wanted = turn - 1 + STAGES, (turn > 0) & (turn - 1 + STAGES < count)
-            _ask(
-                codes,
-                bars,
-                w_smem,
-                before,
-                which,
-                line,
-                (begin + o_next) * BK,
-                wanted,
-                BYTES,
-                GATES,
-                COUNT,
-                BM,
-                STEP,
-                STEPS,
-            )
-            _load(d_x, [row, (begin + o_next) * BK], bars.index(before), x_smem.index(before), wanted)
+            o_k = (begin + o_next) * BK
+            _ask(codes, bars, w_smem, before, which, line, o_k, wanted, BYTES, GATES, COUNT, BM, STEP, STEPS, PER)
+            _load(d_x, [row, o_k], bars.index(before), x_smem.index(before), wanted)
             for u in gl.static_range(STEPS):
                 b_x = x_smem.index(stage).slice(u * STEP, STEP, dim=1).permute((1, 0))
-                b_zero = None
-                if ZEROS:
+                b_beside = None
+                if table is not None:
+                    b_beside = b_base
+                elif ZEROS:
                     o_group = gl.minimum(((begin + turn) * BK + u * STEP) // GROUP, columns // SIDE - 1) + o_zero
                     b_zero = _zeros(p_zeros, p_zeros_above, o_group, o_shift, is_first_zero, GATES, dtype)
-                    b_zero = gl.expand_dims(b_zero, 1).broadcast_to([BM, STEP // 2])
-                if GATES == 2:
-                    codes_smem = w_smem.index(stage * STEPS + u)
-                else:
-                    codes_smem = w_smem.index(stage).slice(u * STEP // 2, STEP // 2, dim=1)
-                b_w = _numbers(codes_smem, b_zero, table, UNITS, CODES, ASSEMBLY, dtype)
+                    b_beside = gl.expand_dims(gl.expand_dims(b_zero, 1), 2).broadcast_to([BM, STEP // 8, 4])
+                tile_smem = w_smem.index(stage * TILES + u * WORDS.shape[1] // WIDE)
+                codes_smem = tile_smem.slice(u * WORDS.shape[1] % WIDE, WORDS.shape[1], dim=1)
+                b_w = _numbers(codes_smem, b_beside, b_unit, BITS, WORDS, UNITS, CODES, ASSEMBLY, dtype)
                 if GROUPED:
+                    if ALONE and u > 0:
+                        b_sum = _fma(mma_wait(0, deps=(b_parts[u - 1],)), b_scales[u - 1][:, None], b_sum)
                     b_parts += (mma(b_w, b_x, b_none, use_acc=False, is_async=True),)  # type: ignore[assignment]
-                    if u > 0:
+                    if not ALONE and u > 0:
                         b_sum = _fma(mma_wait(1, deps=(b_parts[u - 1],)), b_scales[u - 1][:, None], b_sum)
                 else:
                     b_sum = mma(b_w, b_x, b_sum, is_async=True)
@@ -423,19 +475,32 @@ def launch_of(weights: Sequence[StoredWeight], rows: int, gated: bool, apart: bo
     """The launch of weights beside each other, or of a gate and an up part; with `apart` of programs for each part of a
     depth, that are left to a norm. Found on an H200 for the shapes of a model of 8 billion weights, over weights that
     were not in the L2; how parts are summed changes no bit. As many programs stand side by side on a multiprocessor as
-    there are: that hides more than stages do. Nested scales have shorter stages, for the registers' sake."""
-    bits, parts = weights[0].kind.bits, 1 if gated else min(map(parts_of, weights))
-    side = parts if not apart and parts * rows <= TALLEST else 1
-    wide = min(TALLEST, max(8, 1 << (rows * side - 1).bit_length()))
+    there are: that hides more than stages do. More than SIDEWAYS rows take tiles that read rows half as often. Nested
+    scales have shorter stages, for the registers' sake."""
+    one, parts = weights[0], 1 if gated else min(map(parts_of, weights))
+    bits, table, nested, cut = one.kind.bits, bool(one.kind.table), one.nested is not None, one.depth // parts
+    side = parts if not apart and parts * rows <= SIDEWAYS else 1
     series = parts if not apart and side == 1 else 1
+    wide = min(TALLEST if series == 1 and step_of(one) > 32 else SIDEWAYS, max(8, 1 << (rows * side - 1).bit_length()))
+    tall = wide > SIDEWAYS
+    channels = 128 if (tall and cut > SHALLOW) or (table and series == 1) else 64
     lines = sum(weight.shape[0] for weight in weights) * side * (parts if apart else 1)
-    here = 1 + (-(-lines // 64) - 1) // MULTIPROCESSORS
-    cut, long = weights[0].depth // parts, bits == 4 and weights[0].nested is None
-    most = 128 if wide > 16 and (gated or side > 1) else 512 if long and (wide <= 16 or here == 1) else 256
+    programs = -(-lines // channels) * -(-rows * side // wide)
+    here = 1 + (programs - 1) // MULTIPROCESSORS
+    if tall or channels == 128:  # registers hold no more
+        here = min(here, 1 if channels == 128 and wide > 16 else 2)
+    if wide <= 16:
+        most = 512 if bits == 4 and not nested else 128 if bits == 8 and gated and wide > 8 else 256
+    elif tall or gated or side > 1:
+        most = 256 if channels == 128 and tall and step_of(one) == STEP else 128
+    else:
+        most = 512 if bits == 4 and not nested and here == series == 1 else 256
     depth = next((each for each in (512, 256) if each <= most and cut % each == 0), STEP)
-    stages = SHARED // here // (depth * (64 * bits // 8 + 2 * wide))
-    stages = max(2, min(stages, STAGES))
-    return HopperLaunch(64, depth, stages, stages, parts if apart else 1, wide, side, series)
+    stage = depth * (channels * bits // 8 + 2 * wide)
+    stages = max(2, min((SHARED // here - TABLE * table) // stage, STAGES))
+    if table:  # else the launcher grants a program 48 KiB, this table among them
+        stages = max(stages, (48 << 10) // stage + 1)
+    return HopperLaunch(channels, depth, stages, stages, parts if apart else 1, wide, side, series)
 
 
 def hopper_stored(
@@ -456,15 +521,9 @@ def hopper_stored(
     for weight, bias in zip(weights, biases, strict=True):
         codes = weight.codes[:, : depth * bits // 8]
         codes = codes if side == 1 else codes.view(-1, codes.shape[1] // side)
-        codes = codes.view(torch.uint16) if bits == 8 else codes
-        described.append(
-            _descriptor(
-                codes,
-                launch.channels // gates,
-                (launch.depth if gates == 1 else step) // 2,
-                gl.uint16 if bits == 8 else gl.uint8,
-            )
-        )
+        width = launch.depth * bits // 32
+        width = width if gates == 1 else min(width, 32)  # of two weights a tile is as wide as its swizzle
+        described.append(_descriptor(codes.view(torch.int32), launch.channels // gates, width, gl.int32))
         nested = weight.nested
         operands.append(
             HopperOperands(
@@ -493,7 +552,7 @@ def hopper_stored(
         rows,
         out.shape[-1],
         -(-depth // side // launch.depth),
-        table_words(one.kind, x.dtype),
+        pair_table(one.kind, x.dtype, x.device) if one.kind.table else None,
         BM=launch.channels,
         STEP=step,
         STEPS=steps,
@@ -514,6 +573,8 @@ def hopper_stored(
         ALPHA=(kind or SILU).alpha,
         CUBIC=(kind or SILU).cubic,
         ASSEMBLY=pair_assembly(one.kind, x.dtype, one.zeros is not None),
+        PLACE=PLACE,
+        FILL=FILL,
         STAGES=launch.stages,
         WARPS=launch.channels // 16,
         num_warps=launch.channels // 16,
