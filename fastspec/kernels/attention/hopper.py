@@ -74,32 +74,9 @@ def produce(d_k, d_v, k_smem, v_smem, k_full, k_free, v_full, v_free, k_line, v_
 @gluon.jit
 def _half(
     HALF: gl.constexpr,
-    q_smem,
-    k_smem,
-    v_smem,
-    k_full,
-    k_free,
-    v_full,
-    v_free,
-    p_k,
-    p_v,
-    p_out,
-    p_part,
-    p_lse,
-    p_words,
-    scale2,
-    count,
-    masked,
-    prefix,
-    width,
-    passed,
-    i_tile,
-    i_split,
-    i_head,
-    nodes,
-    splits,
-    s_on,
-    s_wn,
+    buffers,
+    pointers,
+    numbers,
     S_K: gl.constexpr,
     S_V: gl.constexpr,
     GROUP: gl.constexpr,
@@ -109,6 +86,9 @@ def _half(
     """One half of a tile: `count` full blocks that the producer brings, then `masked` blocks that it loads itself.
     Pointers are those of the program's pair (p_out, p_words: of its row). To a chain's tile the `passed` slots of the
     tail before its first node are prefix."""
+    q_smem, k_smem, v_smem, k_full, k_free, v_full, v_free = buffers
+    p_k, p_v, p_out, p_part, p_lse, p_words = pointers
+    scale2, count, masked, prefix, width, passed, i_tile, i_split, i_head, nodes, splits, s_on, s_wn = numbers
     BLOCK_M: gl.constexpr = q_smem.shape[1]
     D: gl.constexpr = q_smem.shape[2]
     BLOCK_N: gl.constexpr = k_smem.shape[1]
@@ -324,82 +304,13 @@ def _hopper_kernel(
     p_v += v_line.to(gl.int64) * S_V
     p_out += i_row.to(gl.int64) * s_ob
     p_words += i_row.to(gl.int64) * s_wb
+    buffers = q_smem, k_smem, v_smem, k_full, k_free, v_full, v_free
+    pointers = p_k, p_v, p_out, p_part, p_lse, p_words
+    numbers = scale2, count, masked, prefix, width, passed, i_tile, i_split, i_head, nodes, splits, s_on, s_wn
     gl.warp_specialize(
         [
-            (
-                _half,
-                (
-                    0,
-                    q_smem,
-                    k_smem,
-                    v_smem,
-                    k_full,
-                    k_free,
-                    v_full,
-                    v_free,
-                    p_k,
-                    p_v,
-                    p_out,
-                    p_part,
-                    p_lse,
-                    p_words,
-                    scale2,
-                    count,
-                    masked,
-                    prefix,
-                    width,
-                    passed,
-                    i_tile,
-                    i_split,
-                    i_head,
-                    nodes,
-                    splits,
-                    s_on,
-                    s_wn,
-                    S_K,
-                    S_V,
-                    GROUP,
-                    CHAIN,
-                    SPLIT,
-                ),
-            ),
-            (
-                _half,
-                (
-                    1,
-                    q_smem,
-                    k_smem,
-                    v_smem,
-                    k_full,
-                    k_free,
-                    v_full,
-                    v_free,
-                    p_k,
-                    p_v,
-                    p_out,
-                    p_part,
-                    p_lse,
-                    p_words,
-                    scale2,
-                    count,
-                    masked,
-                    prefix,
-                    width,
-                    passed,
-                    i_tile,
-                    i_split,
-                    i_head,
-                    nodes,
-                    splits,
-                    s_on,
-                    s_wn,
-                    S_K,
-                    S_V,
-                    GROUP,
-                    CHAIN,
-                    SPLIT,
-                ),
-            ),
+            (_half, (0, buffers, pointers, numbers, S_K, S_V, GROUP, CHAIN, SPLIT)),
+            (_half, (1, buffers, pointers, numbers, S_K, S_V, GROUP, CHAIN, SPLIT)),
             (
                 produce,
                 (

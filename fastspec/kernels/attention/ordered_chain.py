@@ -28,14 +28,14 @@ def _along(
     p_v,
     start,
     stop,
+    b_acc,
+    b_max,
+    b_sum,
     least,
     b_last,
     b_low,
     o_n,
     o_d,
-    b_acc,
-    b_max,
-    b_sum,
     scale2,
     b_ones,
     S_K: tl.constexpr,
@@ -140,6 +140,7 @@ def _chain(
         p_q + i_row.to(tl.int64) * s_qb + o_q[:, None] + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0
     )
     b_ones = tl.full([BLOCK_N, 16], 1.0, b_q.dtype)
+    seen = least, b_last, b_low, o_n, o_d, scale2, b_ones
     b_total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     b_most = tl.full([BLOCK_M], EMPTY, tl.float32)
     b_weights = tl.zeros([BLOCK_M], tl.float32)
@@ -150,28 +151,7 @@ def _chain(
         b_max = tl.full([BLOCK_M], EMPTY, tl.float32)
         b_sum = tl.zeros([BLOCK_M, 16], tl.float32)
         b_acc, b_max, b_sum = _along(
-            b_q,
-            p_k,
-            p_v,
-            start,
-            stop,
-            least,
-            b_last,
-            b_low,
-            o_n,
-            o_d,
-            b_acc,
-            b_max,
-            b_sum,
-            scale2,
-            b_ones,
-            S_K,
-            S_V,
-            D,
-            SPAN,
-            RING,
-            CAP,
-            STAGES,
+            b_q, p_k, p_v, start, stop, b_acc, b_max, b_sum, *seen, S_K, S_V, D, SPAN, RING, CAP, STAGES
         )
         b_total, b_most, b_weights = added(b_total, b_most, b_weights, b_acc, b_max, tl.max(b_sum, 1))
     o_head = i_head * GROUP + o_m % GROUP
@@ -247,6 +227,7 @@ def _few(
         p_q + i_row.to(tl.int64) * s_qb + o_q[:, None] + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0
     )
     b_ones = tl.full([BLOCK_N, 16], 1.0, b_q.dtype)
+    seen = least, b_last, b_low, o_n, o_d, scale2, b_ones
     if stop > prefix:
         b_k = block(p_k, o_slot, (o_key >= low) & (o_key < stop), o_d, S_K, D, True)
         b_v = block(p_v, o_slot, (o_key >= low) & (o_key < stop), o_d, S_V, D, True)
@@ -258,28 +239,7 @@ def _few(
     b_sum = tl.zeros([BLOCK_M, 16], tl.float32)
     b_acc, b_max, b_sum = step(b_q, b_k, b_v, m_seen, b_acc, b_max, b_sum, scale2, b_ones, True, CAP)
     b_acc, b_max, b_sum = _along(
-        b_q,
-        p_k,
-        p_v,
-        start + BLOCK_N,
-        stop,
-        least,
-        b_last,
-        b_low,
-        o_n,
-        o_d,
-        b_acc,
-        b_max,
-        b_sum,
-        scale2,
-        b_ones,
-        S_K,
-        S_V,
-        D,
-        SPAN,
-        RING,
-        CAP,
-        STAGES,
+        b_q, p_k, p_v, start + BLOCK_N, stop, b_acc, b_max, b_sum, *seen, S_K, S_V, D, SPAN, RING, CAP, STAGES
     )
     rows = nodes * GROUP
     o_part = tl.cast(i_pair * runs + run, tl.int64) * rows

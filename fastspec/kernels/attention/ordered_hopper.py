@@ -43,24 +43,9 @@ def _weigh(b_s, b_max, scale2, m_seen, MASKED: gl.constexpr):
 @gluon.jit
 def _half(
     HALF: gl.constexpr,
-    q_smem,
-    k_smem,
-    v_smem,
-    ones,
-    k_full,
-    k_free,
-    v_full,
-    v_free,
-    p_k,
-    p_v,
-    p_part,
-    p_state,
-    scale2,
-    run,
-    past,
-    end,
-    i_tile,
-    rows,
+    buffers,
+    pointers,
+    numbers,
     S_K: gl.constexpr,
     S_V: gl.constexpr,
     FOLD: gl.constexpr,
@@ -68,6 +53,9 @@ def _half(
 ):
     """One half of a tile: the runs from `run` on, before `past`, of a text that ends at `end`, of which the producer
     brings full blocks. Pointers are those of the program's pair and first part."""
+    q_smem, k_smem, v_smem, ones, k_full, k_free, v_full, v_free = buffers
+    p_k, p_v, p_part, p_state = pointers
+    scale2, run, past, end, i_tile, rows = numbers
     BLOCK_M: gl.constexpr = q_smem.shape[1]
     D: gl.constexpr = q_smem.shape[2]
     BLOCK_N: gl.constexpr = k_smem.shape[1]
@@ -265,64 +253,13 @@ def _hopper_runs(
     p_v += v_line.to(gl.int64) * S_V
     p_part += o_part * D
     p_state += 2 * o_part
+    buffers = q_smem, k_smem, v_smem, ones, k_full, k_free, v_full, v_free
+    pointers = p_k, p_v, p_part, p_state
+    numbers = scale2, run, past, end, i_tile, rows
     gl.warp_specialize(
         [
-            (
-                _half,
-                (
-                    0,
-                    q_smem,
-                    k_smem,
-                    v_smem,
-                    ones,
-                    k_full,
-                    k_free,
-                    v_full,
-                    v_free,
-                    p_k,
-                    p_v,
-                    p_part,
-                    p_state,
-                    scale2,
-                    run,
-                    past,
-                    end,
-                    i_tile,
-                    rows,
-                    S_K,
-                    S_V,
-                    FOLD,
-                    FINE,
-                ),
-            ),
-            (
-                _half,
-                (
-                    1,
-                    q_smem,
-                    k_smem,
-                    v_smem,
-                    ones,
-                    k_full,
-                    k_free,
-                    v_full,
-                    v_free,
-                    p_k,
-                    p_v,
-                    p_part,
-                    p_state,
-                    scale2,
-                    run,
-                    past,
-                    end,
-                    i_tile,
-                    rows,
-                    S_K,
-                    S_V,
-                    FOLD,
-                    FINE,
-                ),
-            ),
+            (_half, (0, buffers, pointers, numbers, S_K, S_V, FOLD, FINE)),
+            (_half, (1, buffers, pointers, numbers, S_K, S_V, FOLD, FINE)),
             (
                 produce,
                 (
