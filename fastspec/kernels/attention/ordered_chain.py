@@ -99,13 +99,7 @@ def _chain(
     nodes,
     extent,
     kv_heads,
-    s_qb,
-    s_qn,
-    s_qh,
-    s_kb,
-    s_kh,
-    s_vb,
-    s_vh,
+    strides,
     s_ob,
     s_p,
     S_K: tl.constexpr,
@@ -124,6 +118,7 @@ def _chain(
     PDL: tl.constexpr,
 ):
     """A tile of a chain's rows, from the first key that one of them sees to the last."""
+    s_qb, s_qn, s_qh, s_kb, s_kh, s_vb, s_vh = strides
     i_tile, i_pair = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     i_row, i_head = i_pair // kv_heads, i_pair % kv_heads
     p_k += i_row.to(tl.int64) * s_kb + i_head.to(tl.int64) * s_kh
@@ -173,13 +168,7 @@ def _few(
     extent,
     runs,
     kv_heads,
-    s_qb,
-    s_qn,
-    s_qh,
-    s_kb,
-    s_kh,
-    s_vb,
-    s_vh,
+    strides,
     s_p,
     S_K: tl.constexpr,
     S_V: tl.constexpr,
@@ -198,6 +187,7 @@ def _few(
 ):
     """One run of a tile of a short chain's rows: sums [pair, run, row, D], maxima and sums of weights [pair, run, 2,
     row]."""
+    s_qb, s_qn, s_qh, s_kb, s_kh, s_vb, s_vh = strides
     i_tile, i_pair = tl.program_id(0), tl.program_id(1)
     i_row, i_head = i_pair // kv_heads, i_pair % kv_heads
     p_k += i_row.to(tl.int64) * s_kb + i_head.to(tl.int64) * s_kh
@@ -319,11 +309,11 @@ def chain_attention(given: OrderedPass, launch: OrderedLaunch) -> None:
     tiles, ends = triton.cdiv(rows, launch.block_m), (out.stride(0), prefix.stride(0))
     counts, cut = (given.scale2, nodes, given.extent), {"BLOCK_M": launch.block_m, **given.options(launch)}
     if rows > LONG_CHAIN:
-        _chain[(tiles, pairs)](q, k, v, out, prefix, sinks, *counts, kv_heads, *given.strides, *ends, **cut)
+        _chain[(tiles, pairs)](q, k, v, out, prefix, sinks, *counts, kv_heads, given.strides, *ends, **cut)
         return
     part, state = given.parts(runs)
     _few[(tiles, pairs, runs)](
-        q, k, v, part, state, prefix, *counts, runs, kv_heads, *given.strides, prefix.stride(0), **cut
+        q, k, v, part, state, prefix, *counts, runs, kv_heads, given.strides, prefix.stride(0), **cut
     )
     _add_runs[(rows, pairs)](
         part,
