@@ -290,6 +290,34 @@ def _stored_product(
 
 
 @triton.jit
+def _either_product(
+    p_weight,
+    p_scales,
+    o_row,
+    m_row,
+    p_x,
+    m_x,
+    LINES: tl.constexpr,
+    DEPTH: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    MASKED: tl.constexpr,
+    LAUNCH: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """`_product` of rows o_row [TILE] of a weight [LINES, DEPTH], or `_stored_product` where it has scales."""
+    if p_scales is None:
+        p_rows = p_weight + o_row * (1 if TRANSPOSED else DEPTH)
+        STEP: tl.constexpr = LINES if TRANSPOSED else 1
+        b_sum = _product(p_rows, m_row, p_x, m_x, STEP, MASKED, DEPTH, LAUNCH.tile, ROWS, LAUNCH.depth, STAGES)
+    else:
+        p_rows, p_factors = p_weight + o_row * (DEPTH // 8), p_scales + o_row * (DEPTH // GROUP)
+        b_sum = _stored_product(p_rows, p_factors, p_x, m_x, DEPTH, LAUNCH.tile, ROWS, LAUNCH.depth, STAGES, ASSEMBLY)
+    return b_sum
+
+
+@triton.jit
 def _in_places(p_x, p_out, stride, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr):
     """A program copies a BLOCK of a row, its channels in the places of `mxfp4`, zeros behind the last."""
     wait_for_previous(PDL)
@@ -308,8 +336,8 @@ def _gate_up_rows(
     p_order,
     p_out,
     stride_x,
-    first,
     end,
+    first,
     CHOICES: tl.constexpr,
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
@@ -318,10 +346,11 @@ def _gate_up_rows(
     LAUNCH: tl.constexpr,
     ASSEMBLY: tl.constexpr,
     ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
+    LARGE: tl.constexpr,
 ):
     """The joined gate and up of the pairs at places first to first + ROWS: half the tile's rows are the gate's, half
     the up part's."""
+    STAGES: tl.constexpr = LAUNCH.large_stages if LARGE else LAUNCH.small_stages
     TILE: tl.constexpr = LAUNCH.tile
     COLS: tl.constexpr = TILE // 2
     o_place = first + tl.arange(0, ROWS)
@@ -333,33 +362,11 @@ def _gate_up_rows(
     o_row = tl.program_id(0) * TILE + o_tile if KIND.interleaved else o_col + (o_tile // COLS) * INNER
     o_row = tl.where(m_col, o_row, 0) if INNER % COLS != 0 and not TRANSPOSED else o_row
     p_rows = p_x + (o_pair // CHOICES) * stride_x
-    if p_scales is None:
-        b_both = _product(
-            p_weight + o_row.to(tl.int64) * (1 if TRANSPOSED else HIDDEN),
-            m_col,
-            p_rows,
-            m_place,
-            2 * INNER if TRANSPOSED else 1,
-            TRANSPOSED and INNER % COLS != 0,
-            HIDDEN,
-            TILE,
-            ROWS,
-            LAUNCH.depth,
-            STAGES,
-        )
-    else:
-        b_both = _stored_product(
-            p_weight + o_row.to(tl.int64) * (HIDDEN // 8),
-            p_scales + o_row.to(tl.int64) * (HIDDEN // GROUP),
-            p_rows,
-            m_place,
-            HIDDEN,
-            TILE,
-            ROWS,
-            LAUNCH.depth,
-            STAGES,
-            ASSEMBLY,
-        )
+    MASKED: tl.constexpr = TRANSPOSED and INNER % COLS != 0
+    weight = p_weight, p_scales, o_row.to(tl.int64), m_col
+    b_both = _either_product(
+        *weight, p_rows, m_place, 2 * INNER, HIDDEN, TRANSPOSED, MASKED, LAUNCH, ASSEMBLY, ROWS, STAGES
+    )
     if KIND.scales_input:
         b_both *= tl.load(p_shares + o_pair, mask=m_place, other=0.0).to(tl.float32)[None, :]
     if p_bias is not None:
@@ -418,53 +425,20 @@ def _gate_up(
             p_scales += expert * (2 * INNER * (HIDDEN // GROUP))
         if p_bias is not None:
             p_bias += expert * (2 * INNER)
-        given = p_x, p_mine, p_scales, p_bias, p_shares, p_order, p_out, stride_x
+        given = p_x, p_mine, p_scales, p_bias, p_shares, p_order, p_out, stride_x, end
         if end - begin > LAUNCH.medium:
             for first in range(begin + part * LAUNCH.large, end, LAUNCH.large * tl.num_programs(1)):
                 _gate_up_rows(
-                    *given,
-                    first,
-                    end,
-                    CHOICES,
-                    HIDDEN,
-                    INNER,
-                    TRANSPOSED,
-                    KIND,
-                    LAUNCH,
-                    ASSEMBLY,
-                    LAUNCH.large,
-                    LAUNCH.large_stages,
+                    *given, first, CHOICES, HIDDEN, INNER, TRANSPOSED, KIND, LAUNCH, ASSEMBLY, LAUNCH.large, True
                 )
         elif part == 0:
             if LAUNCH.medium > LAUNCH.small and end - begin > LAUNCH.small:
                 _gate_up_rows(
-                    *given,
-                    begin,
-                    end,
-                    CHOICES,
-                    HIDDEN,
-                    INNER,
-                    TRANSPOSED,
-                    KIND,
-                    LAUNCH,
-                    ASSEMBLY,
-                    LAUNCH.medium,
-                    LAUNCH.large_stages,
+                    *given, begin, CHOICES, HIDDEN, INNER, TRANSPOSED, KIND, LAUNCH, ASSEMBLY, LAUNCH.medium, True
                 )
             else:
                 _gate_up_rows(
-                    *given,
-                    begin,
-                    end,
-                    CHOICES,
-                    HIDDEN,
-                    INNER,
-                    TRANSPOSED,
-                    KIND,
-                    LAUNCH,
-                    ASSEMBLY,
-                    LAUNCH.small,
-                    LAUNCH.small_stages,
+                    *given, begin, CHOICES, HIDDEN, INNER, TRANSPOSED, KIND, LAUNCH, ASSEMBLY, LAUNCH.small, False
                 )
 
 
@@ -476,16 +450,17 @@ def _down_rows(
     p_bias,
     p_order,
     p_out,
-    first,
     end,
+    first,
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     LAUNCH: tl.constexpr,
     ASSEMBLY: tl.constexpr,
     ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
+    LARGE: tl.constexpr,
 ):
+    STAGES: tl.constexpr = LAUNCH.large_stages if LARGE else LAUNCH.small_stages
     TILE: tl.constexpr = LAUNCH.tile
     o_place = first + tl.arange(0, ROWS)
     m_place = o_place < end
@@ -494,33 +469,11 @@ def _down_rows(
     m_row = o_out < HIDDEN
     o_row = tl.minimum(o_out, HIDDEN - 1) if HIDDEN % TILE != 0 and not TRANSPOSED else o_out
     p_rows = p_inner + o_place.to(tl.int64) * (INNER if p_scales is None else (INNER + BLOCK - 1) // BLOCK * BLOCK)
-    if p_scales is None:
-        b_part = _product(
-            p_weight + o_row.to(tl.int64) * (1 if TRANSPOSED else INNER),
-            m_row,
-            p_rows,
-            m_place,
-            HIDDEN if TRANSPOSED else 1,
-            TRANSPOSED and HIDDEN % TILE != 0,
-            INNER,
-            TILE,
-            ROWS,
-            LAUNCH.depth,
-            STAGES,
-        )
-    else:
-        b_part = _stored_product(
-            p_weight + o_row.to(tl.int64) * (INNER // 8),
-            p_scales + o_row.to(tl.int64) * (INNER // GROUP),
-            p_rows,
-            m_place,
-            INNER,
-            TILE,
-            ROWS,
-            LAUNCH.depth,
-            STAGES,
-            ASSEMBLY,
-        )
+    MASKED: tl.constexpr = TRANSPOSED and HIDDEN % TILE != 0
+    weight = p_weight, p_scales, o_row.to(tl.int64), m_row
+    b_part = _either_product(
+        *weight, p_rows, m_place, HIDDEN, INNER, TRANSPOSED, MASKED, LAUNCH, ASSEMBLY, ROWS, STAGES
+    )
     if p_bias is not None:
         b_part += tl.load(p_bias + o_row, mask=m_row, other=0.0).to(tl.float32)[:, None]
     m_out = m_row[:, None] & m_place[None, :]
@@ -556,21 +509,15 @@ def _down(
             p_scales += expert * (HIDDEN * (INNER // GROUP))
         if p_bias is not None:
             p_bias += expert * HIDDEN
-        given = p_inner, p_mine, p_scales, p_bias, p_order, p_out
+        given = p_inner, p_mine, p_scales, p_bias, p_order, p_out, end
         if end - begin > LAUNCH.medium:
             for first in range(begin + part * LAUNCH.large, end, LAUNCH.large * tl.num_programs(1)):
-                _down_rows(
-                    *given, first, end, HIDDEN, INNER, TRANSPOSED, LAUNCH, ASSEMBLY, LAUNCH.large, LAUNCH.large_stages
-                )
+                _down_rows(*given, first, HIDDEN, INNER, TRANSPOSED, LAUNCH, ASSEMBLY, LAUNCH.large, True)
         elif part == 0:
             if LAUNCH.medium > LAUNCH.small and end - begin > LAUNCH.small:
-                _down_rows(
-                    *given, begin, end, HIDDEN, INNER, TRANSPOSED, LAUNCH, ASSEMBLY, LAUNCH.medium, LAUNCH.large_stages
-                )
+                _down_rows(*given, begin, HIDDEN, INNER, TRANSPOSED, LAUNCH, ASSEMBLY, LAUNCH.medium, True)
             else:
-                _down_rows(
-                    *given, begin, end, HIDDEN, INNER, TRANSPOSED, LAUNCH, ASSEMBLY, LAUNCH.small, LAUNCH.small_stages
-                )
+                _down_rows(*given, begin, HIDDEN, INNER, TRANSPOSED, LAUNCH, ASSEMBLY, LAUNCH.small, False)
 
 
 @triton.jit
