@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from fastspec.kernels.launch import dependent, padded, prefetch, prefetched, runs_ptx, stages_within
 from fastspec.kernels.linear import reference as linear_reference
 from fastspec.kernels.linear.launches import MAX_ROWS, Launch
-from fastspec.kernels.linear.reference import SILU, Activation, Parts
+from fastspec.kernels.linear.reference import Activation, Parts
 from fastspec.kernels.linear.swiglu import gated
 from fastspec.kernels.quantised import reference
 from fastspec.kernels.quantised.conversions import assembly
@@ -182,10 +182,10 @@ def _finished(
 
 @triton.jit
 def _product(
-    p_x,
     weight,
-    above,
     tile,
+    above,
+    p_x,
     p_out,
     R,
     M,
@@ -195,7 +195,6 @@ def _product(
     BM: tl.constexpr,
     BK: tl.constexpr,
     BR: tl.constexpr,
-    GATED: tl.constexpr,
     CODES: tl.constexpr,
     SPREAD: tl.constexpr,
     GROUPED: tl.constexpr,
@@ -206,7 +205,7 @@ def _product(
     PDL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """A tile of a weight's output channels; with GATED opened(weight) * above."""
+    """A tile of a weight's output channels; with a KIND opened(weight) * above."""
     lines = weight.lines
     o_m = tile * BM + tl.arange(0, BM)
     o_r = tl.program_id(1) * BR + tl.arange(0, BR)
@@ -215,7 +214,7 @@ def _product(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         prefetch(weight.codes + o_line * weight.stride, weight.ahead)  # nobody writes weights
-        if GATED:
+        if KIND is not None:
             prefetch(above.codes + o_line * above.stride, above.ahead)
         tl.extra.cuda.gdc_wait()
     o_bk = tl.arange(0, BK)
@@ -231,13 +230,13 @@ def _product(
             b_even_x, b_odd_x = tl.split(tl.reshape(b_x, [BR, BK // 2, 2]))
         step = o_line, o_k, K, p_table
         b_sum = _add_step(b_sum, b_even_x, b_odd_x, weight, *step, BK, CODES, SPREAD, GROUPED, NESTED, EVEN_K, ASSEMBLY)
-        if GATED:
+        if KIND is not None:
             b_up = _add_step(
                 b_up, b_even_x, b_odd_x, above, *step, BK, CODES, SPREAD, GROUPED, NESTED, EVEN_K, ASSEMBLY
             )
     OUT: tl.constexpr = p_out.dtype.element_ty
     b_out = _finished(b_sum, weight, o_line, SPREAD, GROUPED, NESTED, OUT)
-    if GATED:
+    if KIND is not None:
         b_out = gated(b_out, _finished(b_up, above, o_line, SPREAD, GROUPED, NESTED, OUT), KIND)
     o_out = o_r[None, :].to(tl.int64) * M + (weight.first + o_m)[:, None]
     tl.store(p_out + o_out, b_out, mask=m_m[:, None] & m_r[None, :])
@@ -257,7 +256,6 @@ def _stored_kernel(
     BK: tl.constexpr,
     BR: tl.constexpr,
     COUNT: tl.constexpr,
-    GATED: tl.constexpr,
     CODES: tl.constexpr,
     SPREAD: tl.constexpr,
     GROUPED: tl.constexpr,
@@ -268,28 +266,21 @@ def _stored_kernel(
     PDL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Out [R, M] of x [R, K] and COUNT weights of one form, side by side; with GATED of a gate and an up part. A weight
-    is a `StoredOperands`. With SPREAD channels of a step have scales of their own, with GROUPED steps do,
-    else lines."""
+    """Out [R, M] of x [R, K] and COUNT weights of one form, side by side; with a KIND of a gate and an up part. A
+    weight is a `StoredOperands`. With SPREAD channels of a step have scales of their own, with GROUPED steps do, else
+    lines."""
     tile = tl.program_id(0)
+    given = weights[COUNT - 1 if KIND is None else COUNT], p_x, p_out, R, M, K, stride_x, p_table
     for i in tl.static_range(COUNT):
         tiles = (weights[i].lines + BM - 1) // BM
         if (tile >= 0) & (tile < tiles):
             _product(
-                p_x,
                 weights[i],
-                weights[COUNT - 1 + GATED],
                 tile,
-                p_out,
-                R,
-                M,
-                K,
-                stride_x,
-                p_table,
+                *given,
                 BM,
                 BK,
                 BR,
-                GATED,
                 CODES,
                 SPREAD,
                 GROUPED,
@@ -551,13 +542,12 @@ def _launch(
         BK=launch.depth,
         BR=tall,
         COUNT=len(weights) // gates,
-        GATED=kind is not None,
         CODES=form.kind,
         SPREAD=form.spread,
         GROUPED=form.group < depth and not form.spread,
         NESTED=form.nested,
         EVEN_K=depth % launch.depth == 0,
-        KIND=kind or SILU,
+        KIND=kind,
         ASSEMBLY=assembly(form.kind, x.dtype) if runs_ptx(x.device) else None,
         STAGES=stages,
         enable_fp_fusion=False,  # a nested scale is a product and a sum, each rounded
