@@ -38,9 +38,8 @@ from typing import Any
 
 import torch
 from common import device_here, parser_of, tree_of, write
-from drafts import OwnLayers, on
 from full_size import FUSED
-from lossless import untrained_head
+from lossless import OwnLayers, on, untrained_head
 from torch import Tensor
 
 import fastspec

@@ -390,10 +390,8 @@ def main(arguments: list[str] | None = None) -> None:
         with fastspec.patched(model, eagle3=head, backend=args.backend):
             touched = {"experts_read": experts_read(model, ids, "autoregressive") if args.peers != "none" else None}
         static = {"cache_implementation": "static"}  # last: it leaves a compiled forward behind
-        ways = (
-            ("sdpa", "transformers", min(args.tokens, 24), {}),
-            ("static-compile", "static-compile", args.tokens, static),
-        )
+        ways = [("sdpa", "transformers", min(args.tokens, 24), {})]
+        ways += [("static-compile", "static-compile", args.tokens, static)]
         for name, method, tokens, options in ways:
             if name in args.peers:
                 found = peer(model, ids, tokens, args.calls, **options)

@@ -14,29 +14,49 @@ one right assistant in three hundred fails one of three; a token of probability 
 
 from __future__ import annotations
 
+import copy
+import json
 import sys
 import time
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from common import device_here, parser_of, write
-from drafts import OwnLayers, on
 from full_size import head_config
-from torch import Tensor
-from transformers import LogitsProcessorList
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from transformers import LogitsProcessorList, PreTrainedTokenizerFast
 from transformers.generation import logits_process as lp
 
 import fastspec
 from fastspec.generation.heads.module import EagleHead
 from fastspec.models import SMOLLM2, load_model
+from fastspec.patches.assistants.speculative import check_draft, resolve_speculative
 from fastspec.programs.compare import environment
 from fastspec.programs.texts import encode
 
 OPTIONS = {"temperature": 1.3, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.3}
 PENALTY = {"with": 1.3, "without": 1.0}  # a penalty looks at the text so far: its rounds are not the ones without
 SIGNIFICANCE = 0.001
+NEVER = 10**6  # no text ends early
+Text = tuple[int, ...]
 PROMPT = "Name a colour, an animal and a city."
+KEPT = 0.6
+"""Share of the target's vocabulary that the other tokenizer keeps: its earliest merges, so that it cuts rarer words
+into more tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnLayers:
+    """`speculative` with a draft model of the target's first `layers`, under another tokenizer where `renamed`."""
+
+    config: fastspec.Speculative
+    layers: int
+    renamed: bool = False
+
+
 ASSISTANTS = {
     "autoregressive": fastspec.Autoregressive(),
     "eagle3": fastspec.Eagle3(total_tokens=6, depth=1, top_k=4),
@@ -56,6 +76,68 @@ TOKENS = {"speculative, early exit, adaptive": 5}
 """New tokens of an assistant's texts, where they are not LENGTH."""
 DRAWN_ONLY = ("speculative, shared vocabulary",)
 """Left out with a penalty: a draft model with another tokenizer draws no drafts then, and writes text row by row."""
+
+
+def on(assistant: Any, model: Any, tokenizer: Any) -> Any:
+    """What `assistant=` takes: the assistant itself, but for one whose draft model has to be made first."""
+    if not isinstance(assistant, OwnLayers):
+        return assistant
+    draft: Any = first_layers(model, assistant.layers)
+    if assistant.renamed:
+        draft = (*renamed(draft, tokenizer), tokenizer)
+    return resolve_speculative(assistant.config, {"speculative": check_draft(draft, model)}, model)
+
+
+def first_layers(model: Any, count: int) -> Any:
+    """A model of the same class of another's first `count` layers, its embedding, final norm and LM head: the same
+    modules, none copied.
+
+    `model` is built as transformers' Llama: `model.embed_tokens`, `layers`, `norm`, `rotary_emb` and an `lm_head`.
+    """
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = count
+    with torch.device("meta"):
+        draft = type(model)(config)
+    for name in ("embed_tokens", "norm", "rotary_emb"):
+        setattr(draft.model, name, getattr(model.model, name))
+    draft.model.layers = nn.ModuleList(model.model.layers[:count])
+    draft.lm_head = model.lm_head
+    draft.generation_config = copy.deepcopy(model.generation_config)
+    return draft.eval()
+
+
+def renamed(model: Any, tokenizer: Any, seed: int = 0) -> tuple[Any, Any]:
+    """(a model with other token ids, its tokenizer): the KEPT first tokens of a byte-level BPE tokenizer, their ids
+    permuted.
+
+    Tokens that are kept mean what they meant; texts are cut into others where a merge is missing. The embedding and the
+    LM head are copies with permuted rows, all else is shared.
+    """
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocab = state["model"]["vocab"]
+    kept = int(KEPT * len(vocab))
+    order = torch.randperm(kept, generator=torch.Generator().manual_seed(seed)).tolist()  # old id -> new id
+    state["model"]["vocab"] = {form: order[index] for form, index in vocab.items() if index < kept}
+    state["model"]["merges"] = [pair for pair in state["model"]["merges"] if "".join(pair) in state["model"]["vocab"]]
+    for token in state["added_tokens"]:
+        token["id"] = order[token["id"]]
+    roles = {name: value for name, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
+    draft = first_layers(model, model.config.num_hidden_layers)
+    draft.config.vocab_size = kept
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        for config in (draft.config, draft.generation_config):
+            index = getattr(config, name)
+            setattr(config, name, None if index is None else order[index])
+    rows = torch.empty(kept, dtype=torch.long)
+    rows[torch.tensor(order)] = torch.arange(kept)
+    rows = rows.to(model.device)
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    draft.lm_head = nn.Linear(head.shape[1], kept, bias=False, device="meta")
+    draft.lm_head.weight = nn.Parameter(head.detach()[rows], requires_grad=False)
+    draft.model.embed_tokens = nn.Embedding(kept, embedding.shape[1], device="meta")
+    own = draft.lm_head.weight if embedding is head else nn.Parameter(embedding.detach()[rows], requires_grad=False)
+    draft.model.embed_tokens.weight = own
+    return draft, PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)), **roles)
 
 
 def untrained_head(model: Any, seed: int = 0) -> EagleHead:
@@ -81,9 +163,6 @@ def distribution(model: Any, texts: Tensor) -> Tensor:
     return torch.cat([processors()(part, scores).double().softmax(-1) for part, scores in scored])
 
 
-Text = tuple[int, ...]
-
-
 def draw(
     model: Any, inputs: dict[str, Tensor], assistant: Any, count: int, batch: int, seed: int, length: int = LENGTH
 ) -> list[Text]:
@@ -96,9 +175,6 @@ def draw(
         out = model.generate(**inputs, **settings, num_return_sequences=number, assistant=assistant)
         texts += map(tuple, out[:, -length:].tolist())
     return texts
-
-
-NEVER = 10**6  # no text ends early
 
 
 def chi_square(seen: Counter[int], chances: Tensor, total: int) -> tuple[float, int]:

@@ -101,13 +101,17 @@ def markdown(heads: Sequence[str], cells: Iterable[Sequence[Any]]) -> str:
 def expect() -> str:
     """What to expect: real models by medians over prompts, shapes by the time of a round."""
     cells: list[list[str]] = []
-    h100, h200, smol, qwen = "H100", "H200", "SmolLM2-135M", "Qwen2.5-Coder-1.5B"
-    shapes = "gemma3-12b", "qwen3.5-9b", "gpt-oss-20b", "qwen3-30b-a3b"
+    smol, qwen = "SmolLM2-135M", "Qwen2.5-Coder-1.5B"
+    usual = "transformers", "autoregressive", "nasd", "eagle3"
+
+    def tell(model: str, place: str, method: str, figures: Sequence[str], file: str) -> None:
+        cells.append([model, place, name_of(method), *figures, link(file)])
+
     for model, place, file, methods in (
-        (f"{smol}, fp32", "two CPU cores", "bench_cpu", ("transformers", "autoregressive", "nasd", "eagle3")),
+        (f"{smol}, fp32", "two CPU cores", "bench_cpu", usual),
         (f"{qwen}, fp32", "two CPU cores", "bench_pair_cpu", ("transformers", "autoregressive", "speculative")),
-        (f"{smol}, bf16", h200, "bench_h200", ("transformers", "static-compile", "autoregressive", "nasd", "eagle3")),
-        (f"{qwen}, bf16", h100, "bench_qwen_all_h100", ("transformers", "autoregressive", "nasd", "eagle3")),
+        (f"{smol}, bf16", "H200", "bench_h200", ("transformers", "static-compile", *usual[1:])),
+        (f"{qwen}, bf16", "H100", "bench_qwen_all_h100", usual),
     ):
         for method in methods:
             length, ms, speed, ratio = (
@@ -117,21 +121,17 @@ def expect() -> str:
             spread = f"{shown(median(ratio), 1)} ({shown(ratio[0], 1)} to {shown(ratio[-1], 1)})"
             times = "1" if method == "transformers" else spread
             accepted = "1" if length[-1] == 1 else shown(median(length), 2)
-            cells.append([model, place, name_of(method), accepted, number(median(ms)), number(median(speed)), times])
-            cells[-1].append(link(file))
-    for file, place, shape, methods in (
-        ("full_size_h200", h200, "llama-8b", ("transformers", "static-compile", "autoregressive", "eagle3")),
-        *(("full_size_models_h200", h200, shape, ("autoregressive", "eagle3")) for shape in shapes),
-    ):
-        wanted = {"shape": shape, "batch": 1, "prefix": 2048}
+            tell(model, place, method, [accepted, number(median(ms)), number(median(speed)), times], file)
+    for shape in ("llama-8b", "gemma3-12b", "qwen3.5-9b", "gpt-oss-20b", "qwen3-30b-a3b"):
+        first = shape == "llama-8b"
+        file, wanted = f"full_size{'' if first else '_models'}_h200", {"shape": shape, "batch": 1, "prefix": 2048}
         plain = one(file, method="transformers", **wanted)["round_ms"]
-        for method in methods:
+        for method in (*(("transformers", "static-compile") if first else ()), "autoregressive", "eagle3"):
             ms = one(file, method=method, **wanted)["round_ms"]
-            cells.append([f"{NAMES[shape]}, bf16", place, name_of(method), *timed(method, ms, plain), link(file)])
+            tell(f"{NAMES[shape]}, bf16", "H200", method, timed(method, ms, plain), file)
     for weights in ("int8", "fp8", "gptq"):
-        ms = stored_row(weights, "autoregressive")["round_ms"]
-        said = f"{NAMES['llama-8b']}, {STORED[weights]}"
-        cells.append([said, h200, "`autoregressive`", *timed("autoregressive", ms, None), link("stored_h200")])
+        figures = timed("autoregressive", stored_row(weights, "autoregressive")["round_ms"], None)
+        tell(f"{NAMES['llama-8b']}, {STORED[weights]}", "H200", "autoregressive", figures, "stored_h200")
     for file, count, shape, launches, drafting in (
         ("parallel_h200", "two", "llama-8b", "shipped", {}),
         ("parallel_h200", "two", "llama-70b", "tuned", {}),
@@ -143,8 +143,7 @@ def expect() -> str:
         plain = one(file, method="transformers", **wanted)["round_ms"]
         for method, more in (("autoregressive", {}), ("eagle3", drafting)):
             ms = one(file, method=method, launches=launches, **wanted, **more)["round_ms"]
-            cells.append([f"{NAMES[shape]}, bf16", f"{count} {h200}", name_of(method), *timed(method, ms, plain)])
-            cells[-1].append(link(file))
+            tell(f"{NAMES[shape]}, bf16", f"{count} H200", method, timed(method, ms, plain), file)
     told = [cells[0], *(new if new[:2] != old[:2] else ["", "", *new[2:]] for old, new in pairwise(cells))]
     heads = ["model", "device", "with", "tokens a round", "ms a round", "tokens/s", "times `generate`", "rows"]
     return markdown(heads, told)
@@ -248,29 +247,20 @@ def sampling() -> str:
     return markdown(["temperature", "depth", "MT-bench", "HumanEval", "GSM8K"], cells)
 
 
-SERVED = {
-    "vllm": "vLLM",
-    "fastspec": "fastspec",
-    "vllm-eagle3-3": "vLLM, EAGLE-3",
-    "fastspec-eagle3": "fastspec, EAGLE-3",
-}
+SERVED = {"vllm": "vLLM", "fastspec": "fastspec"}
+SERVED |= {"vllm-eagle3-3": "vLLM, EAGLE-3", "fastspec-eagle3": "fastspec, EAGLE-3"}
 """A server's name in the rows -> what runs there."""
 
 
 def servers(files: Sequence[str] = ("serving_h100", "serving_qwen_h100"), names: Sequence[str] = tuple(SERVED)) -> str:
     """Tokens per second of servers by requests in flight; of streams the median time to the first token too."""
-    cells = []
-    cases: dict[tuple[Any, ...], dict[str, Row]] = {}
+    cells, cases = [], dict[tuple[Any, ...], dict[str, Row]]()
     for row in (row for file in files for row in rows(file, long=0)):
         cases.setdefault((row["model"], row["streamed"], row["in_flight"]), {})[row["server"]] = row
     for (model, streamed, in_flight), found in cases.items():
         line = [NAMES.get(model, model), "streamed" if streamed else "whole", str(in_flight)]
         cells.append([*line, *(served(found[name]) if name in found else "" for name in names)])
     return markdown(["", "answers", "in flight", *(SERVED[name] for name in names)], cells)
-
-
-def servers_h200() -> str:
-    return servers(["serving_h200"], ("vllm", "fastspec", "fastspec-eagle3"))
 
 
 def served(row: Row) -> str:
@@ -420,8 +410,7 @@ def eagle_head() -> str:
 
 def qwen_head() -> str:
     """Acceptance length and tokens per second of the head for a real 1.5B model."""
-    sets = ("humaneval", "mbpp", "gsm8k", "mt_bench")
-    cells = []
+    cells, sets = [], ("humaneval", "mbpp", "gsm8k", "mt_bench")
     for tree in ([60, 7, 10], [60, 9, 10], [40, 7, 10]):
         found = [one("head_qwen_all_h100", prompts=name, tree=tree) for name in sets]
         cells.append([f"{tree[0]} nodes, depth {tree[1]}", *map(length_and_speed, found)])
@@ -513,22 +502,12 @@ def train_options() -> str:
     return markdown(["option", "default", ""], cells) + f"\nIn Python alone: {alone}.\n"
 
 
-MADE = (
-    expect,
-    demo,
-    trees,
-    train_options,
-    batches,
-    batch_trees,
-    sampling,
-    servers,
-    servers_h200,
-    served_cascade,
-    peers_served,
-)
-MADE += (first_tokens, smollm2_heads, head_bits, stored, eagle_head, qwen_head, floors, portable, prompt_parts)
-TABLES: dict[str, Callable[[], str]] = {table.__name__: table for table in (*MADE, exact, exact_rounds)}
+MADE = (expect, demo, trees, train_options, batches, batch_trees, sampling, servers, served_cascade)
+MADE += (peers_served, first_tokens, smollm2_heads, head_bits, stored, eagle_head, qwen_head, floors, portable)
+MADE += (prompt_parts, exact, exact_rounds)
+TABLES: dict[str, Callable[[], str]] = {table.__name__: table for table in MADE}
 TABLES |= {file: partial(peers, file) for file in PEERS}
+TABLES["servers_h200"] = partial(servers, ["serving_h200"], ("vllm", "fastspec", "fastspec-eagle3"))
 
 
 def filled(text: str) -> str:

@@ -173,16 +173,19 @@ def test_settings_mean_what_they_mean_to_transformers(
             assert emitted(climbing, **call, assistant="cascade") == emitted(climbing, **call)
     finally:
         climbing.generation_config = held
-    with (
-        pytest.MonkeyPatch.context() as patch
-    ):  # what was given in a generation_config is handed on in one: beside it is deprecated
-        patch.setattr("transformers.generation.utils.logger.warning_once", pytest.fail)
-        patch.setattr("transformers.generation.utils.logger.warning", pytest.fail)
-        climbing.generate(
-            **batch, generation_config=GenerationConfig(max_new_tokens=3, eos_token_id=9), assistant="cascade"
-        )
+
+
+def test_a_generation_config_is_handed_on_in_one(climbing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings beside one are deprecated."""
+    monkeypatch.setattr("transformers.generation.utils.logger.warning_once", pytest.fail)
+    monkeypatch.setattr("transformers.generation.utils.logger.warning", pytest.fail)
+    config = GenerationConfig(max_new_tokens=3, eos_token_id=9)
+    climbing.generate(**prompts(8, 5, 3), generation_config=config, assistant="cascade")
+
+
+def test_a_length_that_the_prompts_have_is_refused(climbing: Any) -> None:
     with pytest.raises(Unsupported, match="max_length=5"):
-        climbing.generate(**batch, max_length=5, assistant="cascade")
+        climbing.generate(**prompts(8, 5, 3), max_length=5, assistant="cascade")
 
 
 def test_end_tokens_of_a_generation_config_are_end_tokens(climbing: Any) -> None:

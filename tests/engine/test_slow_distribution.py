@@ -32,7 +32,7 @@ a hundred runs."""
 FOLDER = str(Path(__file__).parents[2] / "benchmarks")
 with pytest.MonkeyPatch.context() as path:
     path.syspath_prepend(FOLDER)
-    lossless, drafts = (importlib.import_module(name) for name in ("lossless", "drafts"))
+    lossless = importlib.import_module("lossless")
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_sampled_texts_of_a_real_model_follow_its_distribution(loaded, monkeypat
     monkeypatch.setitem(lossless.OPTIONS, "repetition_penalty", value)
     monkeypatch.setitem(lossless.OPTIONS, "top_k", TOP_K)
     inputs = dict(tokenizer(lossless.PROMPT, return_tensors="pt"))  # without a chat's beginning: BATCH rows read it
-    assistant = drafts.on(lossless.ASSISTANTS[name], model, tokenizer)
+    assistant = lossless.on(lossless.ASSISTANTS[name], model, tokenizer)
     texts = lossless.draw(
         model, inputs, assistant, COUNT, BATCH, seed=0, length=lossless.TOKENS.get(name, lossless.LENGTH)
     )
@@ -74,7 +74,7 @@ def test_sampled_texts_of_a_real_model_follow_its_distribution(loaded, monkeypat
 @pytest.mark.parametrize("name", lossless.ASSISTANTS)
 def test_greedy_answers_of_a_real_model_are_its_own(loaded, name):
     plain, model, tokenizer = loaded
-    assistant = drafts.on(lossless.ASSISTANTS[name], model, tokenizer)
+    assistant = lossless.on(lossless.ASSISTANTS[name], model, tokenizer)
     for _, prompt in PROMPTS:
         inputs = encode(tokenizer, prompt, "cpu")
         options = {**inputs, "do_sample": False, "max_new_tokens": NEW_TOKENS}

@@ -74,7 +74,8 @@ def test_rows_of_an_open_batch_draft_their_own_continuations(script) -> None:
     assert fastspec.report(model).last.acceptance_length > 2.4
 
 
-def test_rows_say_how_much_faster_an_acceptance_is(script, tmp_path) -> None:
+def test_rows_say_how_much_faster_an_acceptance_is(script, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(script, "WARM", 1)
     out = tmp_path / "rows.jsonl"
     sizes = "--shapes tiny --rows 1,2 --prefix 9 --tokens 12 --calls 1 --draft-vocab 64 --dtype float32 --open"
     script.main([*sizes.split(), "--trees", "8,3,2", "--survival", ".9,.8", "--out", str(out)])

@@ -15,7 +15,7 @@ import torch
 from transformers.utils import import_utils
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-SHARED = ("common", "drafts")
+SHARED = ("common",)
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in SHARED)
 NEEDS = {"drafter": "triton", "plot": "matplotlib", "serving": "openai"}
 """Script -> what it needs that not every environment of the tests has."""

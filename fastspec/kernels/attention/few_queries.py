@@ -58,13 +58,7 @@ def _few_kernel(
     extent,
     splits,
     kv_heads,
-    s_qb,
-    s_qn,
-    s_qh,
-    s_kb,
-    s_kh,
-    s_vb,
-    s_vh,
+    strides,
     s_ob,
     s_p,
     s_wb,
@@ -86,6 +80,7 @@ def _few_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    s_qb, s_qn, s_qh, s_kb, s_kh, s_vb, s_vh = strides
     wait_for_previous(PDL)
     i_split, i_pair = tl.program_id(0), tl.program_id(1)
     i_row, i_head = i_pair // kv_heads, i_pair % kv_heads

@@ -56,8 +56,44 @@ def _softmax(b_s, b_max, b_sum, scale2, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def produce(d_k, d_v, k_smem, v_smem, k_full, k_free, v_full, v_free, k_line, v_line, count):
+def places(d_k, d_v, dtype: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
+    """Shared memory for STAGES blocks of keys and of values, and their barriers: the producer fills a place, and both
+    halves free it."""
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], d_k.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], d_v.layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(k_free.index(i), count=2)
+        mbarrier.init(v_free.index(i), count=2)
+    return k_smem, v_smem, k_full, k_free, v_full, v_free
+
+
+@gluon.jit
+def keep_queries(q_smem, p_q, i_row, i_tile, i_head, rows, s_qb, s_qn, s_qh, GROUP: gl.constexpr):
+    """Bring the queries of both halves of a tile into shared memory."""
+    BLOCK_M: gl.constexpr = q_smem.shape[1]
+    D: gl.constexpr = q_smem.shape[2]
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    o_line = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LINES))
+    o_d = gl.arange(0, D, gl.SliceLayout(0, LINES))
+    for i in gl.static_range(2):
+        o_m = i_tile * (2 * BLOCK_M) + i * BLOCK_M + o_line
+        o_q = (o_m // GROUP).to(gl.int64) * s_qn + (i_head * GROUP + o_m % GROUP).to(gl.int64) * s_qh
+        b_q = gl.load(
+            p_q + i_row.to(gl.int64) * s_qb + o_q[:, None] + o_d[None, :], mask=(o_m < rows)[:, None], other=0.0
+        )
+        q_smem.index(i).store(b_q)
+
+
+@gluon.jit
+def produce(d_k, d_v, blocks, k_line, v_line, count):
     """Bring `count` blocks, each as soon as both halves have left its place."""
+    k_smem, v_smem, k_full, k_free, v_full, v_free = blocks
     BLOCK_N: gl.constexpr = k_smem.shape[1]
     STAGES: gl.constexpr = k_smem.shape[0]
     BYTES: gl.constexpr = BLOCK_N * k_smem.shape[2] * 2
@@ -75,31 +111,9 @@ def produce(d_k, d_v, k_smem, v_smem, k_full, k_free, v_full, v_free, k_line, v_
 def _half(
     HALF: gl.constexpr,
     q_smem,
-    k_smem,
-    v_smem,
-    k_full,
-    k_free,
-    v_full,
-    v_free,
-    p_k,
-    p_v,
-    p_out,
-    p_part,
-    p_lse,
-    p_words,
-    scale2,
-    count,
-    masked,
-    prefix,
-    width,
-    passed,
-    i_tile,
-    i_split,
-    i_head,
-    nodes,
-    splits,
-    s_on,
-    s_wn,
+    blocks,
+    pointers,
+    numbers,
     S_K: gl.constexpr,
     S_V: gl.constexpr,
     GROUP: gl.constexpr,
@@ -109,6 +123,9 @@ def _half(
     """One half of a tile: `count` full blocks that the producer brings, then `masked` blocks that it loads itself.
     Pointers are those of the program's pair (p_out, p_words: of its row). To a chain's tile the `passed` slots of the
     tail before its first node are prefix."""
+    k_smem, v_smem, k_full, k_free, v_full, v_free = blocks
+    p_k, p_v, p_out, p_part, p_lse, p_words = pointers
+    scale2, count, masked, prefix, width, passed, i_tile, i_split, i_head, nodes, splits, s_on, s_wn = numbers
     BLOCK_M: gl.constexpr = q_smem.shape[1]
     D: gl.constexpr = q_smem.shape[2]
     BLOCK_N: gl.constexpr = k_smem.shape[1]
@@ -260,7 +277,6 @@ def _hopper_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     dtype: gl.constexpr = p_q.dtype.element_ty
     i_tile, i_split, i_pair = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     if CHAIN:  # the tiles that have the most to do first
@@ -298,124 +314,21 @@ def _hopper_kernel(
     q_smem = gl.allocate_shared_memory(
         dtype, [2, BLOCK_M, D], gl.NVMMASharedLayout.get_default_for([BLOCK_M, D], dtype)
     )
-    k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], d_k.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], d_v.layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_free.index(i), count=2)
-        mbarrier.init(v_free.index(i), count=2)
-    o_line = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LINES))
-    o_d = gl.arange(0, D, gl.SliceLayout(0, LINES))
-    for i in gl.static_range(2):
-        o_m = i_tile * (2 * BLOCK_M) + i * BLOCK_M + o_line
-        o_q = (o_m // GROUP).to(gl.int64) * s_qn + (i_head * GROUP + o_m % GROUP).to(gl.int64) * s_qh
-        b_q = gl.load(
-            p_q + i_row.to(gl.int64) * s_qb + o_q[:, None] + o_d[None, :], mask=(o_m < rows)[:, None], other=0.0
-        )
-        q_smem.index(i).store(b_q)
+    blocks = places(d_k, d_v, dtype, BLOCK_N, D, STAGES)
+    keep_queries(q_smem, p_q, i_row, i_tile, i_head, rows, s_qb, s_qn, s_qh, GROUP)
     fence()
     k_line, v_line = i_row * r_kb + i_head * r_kh, i_row * r_vb + i_head * r_vh
     p_k += k_line.to(gl.int64) * S_K
     p_v += v_line.to(gl.int64) * S_V
     p_out += i_row.to(gl.int64) * s_ob
     p_words += i_row.to(gl.int64) * s_wb
+    pointers = p_k, p_v, p_out, p_part, p_lse, p_words
+    numbers = scale2, count, masked, prefix, width, passed, i_tile, i_split, i_head, nodes, splits, s_on, s_wn
     gl.warp_specialize(
         [
-            (
-                _half,
-                (
-                    0,
-                    q_smem,
-                    k_smem,
-                    v_smem,
-                    k_full,
-                    k_free,
-                    v_full,
-                    v_free,
-                    p_k,
-                    p_v,
-                    p_out,
-                    p_part,
-                    p_lse,
-                    p_words,
-                    scale2,
-                    count,
-                    masked,
-                    prefix,
-                    width,
-                    passed,
-                    i_tile,
-                    i_split,
-                    i_head,
-                    nodes,
-                    splits,
-                    s_on,
-                    s_wn,
-                    S_K,
-                    S_V,
-                    GROUP,
-                    CHAIN,
-                    SPLIT,
-                ),
-            ),
-            (
-                _half,
-                (
-                    1,
-                    q_smem,
-                    k_smem,
-                    v_smem,
-                    k_full,
-                    k_free,
-                    v_full,
-                    v_free,
-                    p_k,
-                    p_v,
-                    p_out,
-                    p_part,
-                    p_lse,
-                    p_words,
-                    scale2,
-                    count,
-                    masked,
-                    prefix,
-                    width,
-                    passed,
-                    i_tile,
-                    i_split,
-                    i_head,
-                    nodes,
-                    splits,
-                    s_on,
-                    s_wn,
-                    S_K,
-                    S_V,
-                    GROUP,
-                    CHAIN,
-                    SPLIT,
-                ),
-            ),
-            (
-                produce,
-                (
-                    d_k,
-                    d_v,
-                    k_smem,
-                    v_smem,
-                    k_full,
-                    k_free,
-                    v_full,
-                    v_free,
-                    k_line + first * BLOCK_N,
-                    v_line + first * BLOCK_N,
-                    count,
-                ),
-            ),
+            (_half, (0, q_smem, blocks, pointers, numbers, S_K, S_V, GROUP, CHAIN, SPLIT)),
+            (_half, (1, q_smem, blocks, pointers, numbers, S_K, S_V, GROUP, CHAIN, SPLIT)),
+            (produce, (d_k, d_v, blocks, k_line + first * BLOCK_N, v_line + first * BLOCK_N, count)),
         ],
         [4, 1],
         [240, 24],

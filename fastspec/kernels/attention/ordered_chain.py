@@ -28,14 +28,14 @@ def _along(
     p_v,
     start,
     stop,
+    b_acc,
+    b_max,
+    b_sum,
     least,
     b_last,
     b_low,
     o_n,
     o_d,
-    b_acc,
-    b_max,
-    b_sum,
     scale2,
     b_ones,
     S_K: tl.constexpr,
@@ -99,13 +99,7 @@ def _chain(
     nodes,
     extent,
     kv_heads,
-    s_qb,
-    s_qn,
-    s_qh,
-    s_kb,
-    s_kh,
-    s_vb,
-    s_vh,
+    strides,
     s_ob,
     s_p,
     S_K: tl.constexpr,
@@ -124,6 +118,7 @@ def _chain(
     PDL: tl.constexpr,
 ):
     """A tile of a chain's rows, from the first key that one of them sees to the last."""
+    s_qb, s_qn, s_qh, s_kb, s_kh, s_vb, s_vh = strides
     i_tile, i_pair = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     i_row, i_head = i_pair // kv_heads, i_pair % kv_heads
     p_k += i_row.to(tl.int64) * s_kb + i_head.to(tl.int64) * s_kh
@@ -140,6 +135,7 @@ def _chain(
         p_q + i_row.to(tl.int64) * s_qb + o_q[:, None] + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0
     )
     b_ones = tl.full([BLOCK_N, 16], 1.0, b_q.dtype)
+    seen = least, b_last, b_low, o_n, o_d, scale2, b_ones
     b_total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     b_most = tl.full([BLOCK_M], EMPTY, tl.float32)
     b_weights = tl.zeros([BLOCK_M], tl.float32)
@@ -150,28 +146,7 @@ def _chain(
         b_max = tl.full([BLOCK_M], EMPTY, tl.float32)
         b_sum = tl.zeros([BLOCK_M, 16], tl.float32)
         b_acc, b_max, b_sum = _along(
-            b_q,
-            p_k,
-            p_v,
-            start,
-            stop,
-            least,
-            b_last,
-            b_low,
-            o_n,
-            o_d,
-            b_acc,
-            b_max,
-            b_sum,
-            scale2,
-            b_ones,
-            S_K,
-            S_V,
-            D,
-            SPAN,
-            RING,
-            CAP,
-            STAGES,
+            b_q, p_k, p_v, start, stop, b_acc, b_max, b_sum, *seen, S_K, S_V, D, SPAN, RING, CAP, STAGES
         )
         b_total, b_most, b_weights = added(b_total, b_most, b_weights, b_acc, b_max, tl.max(b_sum, 1))
     o_head = i_head * GROUP + o_m % GROUP
@@ -193,13 +168,7 @@ def _few(
     extent,
     runs,
     kv_heads,
-    s_qb,
-    s_qn,
-    s_qh,
-    s_kb,
-    s_kh,
-    s_vb,
-    s_vh,
+    strides,
     s_p,
     S_K: tl.constexpr,
     S_V: tl.constexpr,
@@ -218,6 +187,7 @@ def _few(
 ):
     """One run of a tile of a short chain's rows: sums [pair, run, row, D], maxima and sums of weights [pair, run, 2,
     row]."""
+    s_qb, s_qn, s_qh, s_kb, s_kh, s_vb, s_vh = strides
     i_tile, i_pair = tl.program_id(0), tl.program_id(1)
     i_row, i_head = i_pair // kv_heads, i_pair % kv_heads
     p_k += i_row.to(tl.int64) * s_kb + i_head.to(tl.int64) * s_kh
@@ -247,6 +217,7 @@ def _few(
         p_q + i_row.to(tl.int64) * s_qb + o_q[:, None] + o_d[None, :], mask=m_m[:, None] & m_d[None, :], other=0.0
     )
     b_ones = tl.full([BLOCK_N, 16], 1.0, b_q.dtype)
+    seen = least, b_last, b_low, o_n, o_d, scale2, b_ones
     if stop > prefix:
         b_k = block(p_k, o_slot, (o_key >= low) & (o_key < stop), o_d, S_K, D, True)
         b_v = block(p_v, o_slot, (o_key >= low) & (o_key < stop), o_d, S_V, D, True)
@@ -258,28 +229,7 @@ def _few(
     b_sum = tl.zeros([BLOCK_M, 16], tl.float32)
     b_acc, b_max, b_sum = step(b_q, b_k, b_v, m_seen, b_acc, b_max, b_sum, scale2, b_ones, True, CAP)
     b_acc, b_max, b_sum = _along(
-        b_q,
-        p_k,
-        p_v,
-        start + BLOCK_N,
-        stop,
-        least,
-        b_last,
-        b_low,
-        o_n,
-        o_d,
-        b_acc,
-        b_max,
-        b_sum,
-        scale2,
-        b_ones,
-        S_K,
-        S_V,
-        D,
-        SPAN,
-        RING,
-        CAP,
-        STAGES,
+        b_q, p_k, p_v, start + BLOCK_N, stop, b_acc, b_max, b_sum, *seen, S_K, S_V, D, SPAN, RING, CAP, STAGES
     )
     rows = nodes * GROUP
     o_part = tl.cast(i_pair * runs + run, tl.int64) * rows
@@ -359,11 +309,11 @@ def chain_attention(given: OrderedPass, launch: OrderedLaunch) -> None:
     tiles, ends = triton.cdiv(rows, launch.block_m), (out.stride(0), prefix.stride(0))
     counts, cut = (given.scale2, nodes, given.extent), {"BLOCK_M": launch.block_m, **given.options(launch)}
     if rows > LONG_CHAIN:
-        _chain[(tiles, pairs)](q, k, v, out, prefix, sinks, *counts, kv_heads, *given.strides, *ends, **cut)
+        _chain[(tiles, pairs)](q, k, v, out, prefix, sinks, *counts, kv_heads, given.strides, *ends, **cut)
         return
     part, state = given.parts(runs)
     _few[(tiles, pairs, runs)](
-        q, k, v, part, state, prefix, *counts, runs, kv_heads, *given.strides, prefix.stride(0), **cut
+        q, k, v, part, state, prefix, *counts, runs, kv_heads, given.strides, prefix.stride(0), **cut
     )
     _add_runs[(rows, pairs)](
         part,

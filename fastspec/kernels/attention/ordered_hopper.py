@@ -44,23 +44,10 @@ def _weigh(b_s, b_max, scale2, m_seen, MASKED: gl.constexpr):
 def _half(
     HALF: gl.constexpr,
     q_smem,
-    k_smem,
-    v_smem,
     ones,
-    k_full,
-    k_free,
-    v_full,
-    v_free,
-    p_k,
-    p_v,
-    p_part,
-    p_state,
-    scale2,
-    run,
-    past,
-    end,
-    i_tile,
-    rows,
+    blocks,
+    pointers,
+    numbers,
     S_K: gl.constexpr,
     S_V: gl.constexpr,
     FOLD: gl.constexpr,
@@ -68,6 +55,9 @@ def _half(
 ):
     """One half of a tile: the runs from `run` on, before `past`, of a text that ends at `end`, of which the producer
     brings full blocks. Pointers are those of the program's pair and first part."""
+    k_smem, v_smem, k_full, k_free, v_full, v_free = blocks
+    p_k, p_v, p_part, p_state = pointers
+    scale2, run, past, end, i_tile, rows = numbers
     BLOCK_M: gl.constexpr = q_smem.shape[1]
     D: gl.constexpr = q_smem.shape[2]
     BLOCK_N: gl.constexpr = k_smem.shape[1]
@@ -214,7 +204,6 @@ def _hopper_runs(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     dtype: gl.constexpr = p_q.dtype.element_ty
     i_tile, i_pair = gl.program_id(0), gl.program_id(1)
     run = runs - 1 - gl.program_id(2)  # the longest first
@@ -235,29 +224,11 @@ def _hopper_runs(
     q_smem = gl.allocate_shared_memory(
         dtype, [2, BLOCK_M, D], gl.NVMMASharedLayout.get_default_for([BLOCK_M, D], dtype)
     )
-    k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], d_k.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], d_v.layout)
+    blocks = hopper.places(d_k, d_v, dtype, BLOCK_N, D, STAGES)
     ones = gl.allocate_shared_memory(
         dtype, [ONES, BLOCK_N], gl.NVMMASharedLayout.get_default_for([ONES, BLOCK_N], dtype)
     )
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_free.index(i), count=2)
-        mbarrier.init(v_free.index(i), count=2)
-    o_line = gl.arange(0, BLOCK_M, gl.SliceLayout(1, LINES))
-    o_d = gl.arange(0, D, gl.SliceLayout(0, LINES))
-    for i in gl.static_range(2):
-        o_m = i_tile * (2 * BLOCK_M) + i * BLOCK_M + o_line
-        o_q = (o_m // GROUP).to(gl.int64) * s_qn + (i_head * GROUP + o_m % GROUP).to(gl.int64) * s_qh
-        b_q = gl.load(
-            p_q + i_row.to(gl.int64) * s_qb + o_q[:, None] + o_d[None, :], mask=(o_m < rows)[:, None], other=0.0
-        )
-        q_smem.index(i).store(b_q)
+    hopper.keep_queries(q_smem, p_q, i_row, i_tile, i_head, rows, s_qb, s_qn, s_qh, GROUP)
     ones.store(gl.full([ONES, BLOCK_N], 1.0, dtype, gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])))
     fence()
     k_line, v_line = i_row * r_kb + i_head * r_kh, i_row * r_vb + i_head * r_vh
@@ -265,80 +236,13 @@ def _hopper_runs(
     p_v += v_line.to(gl.int64) * S_V
     p_part += o_part * D
     p_state += 2 * o_part
+    pointers = p_k, p_v, p_part, p_state
+    numbers = scale2, run, past, end, i_tile, rows
     gl.warp_specialize(
         [
-            (
-                _half,
-                (
-                    0,
-                    q_smem,
-                    k_smem,
-                    v_smem,
-                    ones,
-                    k_full,
-                    k_free,
-                    v_full,
-                    v_free,
-                    p_k,
-                    p_v,
-                    p_part,
-                    p_state,
-                    scale2,
-                    run,
-                    past,
-                    end,
-                    i_tile,
-                    rows,
-                    S_K,
-                    S_V,
-                    FOLD,
-                    FINE,
-                ),
-            ),
-            (
-                _half,
-                (
-                    1,
-                    q_smem,
-                    k_smem,
-                    v_smem,
-                    ones,
-                    k_full,
-                    k_free,
-                    v_full,
-                    v_free,
-                    p_k,
-                    p_v,
-                    p_part,
-                    p_state,
-                    scale2,
-                    run,
-                    past,
-                    end,
-                    i_tile,
-                    rows,
-                    S_K,
-                    S_V,
-                    FOLD,
-                    FINE,
-                ),
-            ),
-            (
-                produce,
-                (
-                    d_k,
-                    d_v,
-                    k_smem,
-                    v_smem,
-                    k_full,
-                    k_free,
-                    v_full,
-                    v_free,
-                    k_line + first,
-                    v_line + first,
-                    count,
-                ),
-            ),
+            (_half, (0, q_smem, ones, blocks, pointers, numbers, S_K, S_V, FOLD, FINE)),
+            (_half, (1, q_smem, ones, blocks, pointers, numbers, S_K, S_V, FOLD, FINE)),
+            (produce, (d_k, d_v, blocks, k_line + first, v_line + first, count)),
         ],
         [4, 1],
         [240, 24],

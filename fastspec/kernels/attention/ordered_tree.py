@@ -35,13 +35,7 @@ def _runs(
     extent,
     runs,
     kv_heads,
-    s_qb,
-    s_qn,
-    s_qh,
-    s_kb,
-    s_kh,
-    s_vb,
-    s_vh,
+    strides,
     s_p,
     S_K: tl.constexpr,
     S_V: tl.constexpr,
@@ -63,6 +57,7 @@ def _runs(
     """Sums [pair, run, row, D], and maxima and sums of weights [pair, run, 2, row], of the runs that begin before the
     end of the committed text, cut to a multiple of GRAIN. With FOLD there are two of each: the sum of the runs that
     have ended, and of one that has not."""
+    s_qb, s_qn, s_qh, s_kb, s_kh, s_vb, s_vh = strides
     wait_for_previous(PDL)
     i_tile, i_pair = tl.program_id(0), tl.program_id(1)
     run = runs - 1 - tl.program_id(2)  # the longest first
@@ -201,13 +196,7 @@ def _tail(
     extent,
     runs,
     kv_heads,
-    s_qb,
-    s_qn,
-    s_qh,
-    s_kb,
-    s_kh,
-    s_vb,
-    s_vh,
+    strides,
     s_ob,
     s_p,
     s_sb,
@@ -233,6 +222,7 @@ def _tail(
     PDL: tl.constexpr,
 ):
     """One node of one pair: what `_runs` has not read (with WHOLE: everything), and the sum of all runs."""
+    s_qb, s_qn, s_qh, s_kb, s_kh, s_vb, s_vh = strides
     if WHOLE:
         wait_for_previous(PDL)
     node, i_pair = tl.program_id(0), tl.program_id(1)
@@ -372,7 +362,7 @@ def nodes_attention(
     nodes, kv_heads, rows, pairs, runs = q.shape[1], k.shape[1], given.rows, given.pairs, given.runs
     fold = pairs * rows >= FOLDED if fold is None else fold
     plain = given.tree.span is None and sinks is None and given.cap is None
-    places = given.scale2, nodes, given.extent, runs, kv_heads, *given.strides
+    places = given.scale2, nodes, given.extent, runs, kv_heads, given.strides
     part, state = (out, out) if whole else given.parts(2 if fold else runs)
     if not whole and plain and ordered_hopper.fits(q, k, v, rows, given.extent):
         ordered_hopper.launch(given, part, state, fold)

@@ -205,7 +205,7 @@ def launch_arguments(
     scale2, cap2 = scales(scale, cap)
     tensors = q, k, v, out, part, lse, layout.prefix, layout.prefix if words is None else words, depths
     counts = scale2, nodes, layout.tail, extent, splits, kv_heads
-    strides = *q.stride()[:3], *k.stride()[:2], *v.stride()[:2], out.stride(0), layout.prefix.stride(0)
+    strides = (*q.stride()[:3], *k.stride()[:2], *v.stride()[:2]), out.stride(0), layout.prefix.stride(0)
     word_strides = (0, 0) if words is None else words.stride()[:2]
     depth_stride = None if depths is None else depths.stride(0)
     return (*tensors, None if splits > 1 else sinks, *counts, *strides, *word_strides, depth_stride), {

@@ -112,13 +112,7 @@ def _attention_kernel(
     extent,
     splits,
     kv_heads,
-    s_qb,
-    s_qn,
-    s_qh,
-    s_kb,
-    s_kh,
-    s_vb,
-    s_vh,
+    strides,
     s_ob,
     s_p,
     s_wb,
@@ -141,6 +135,7 @@ def _attention_kernel(
     TAIL_STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    s_qb, s_qn, s_qh, s_kb, s_kh, s_vb, s_vh = strides
     wait_for_previous(PDL)
     # Tiles of one share are neighbours: they read the same keys at the same time, once from memory and then from L2.
     i_tile, i_split, i_pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)

@@ -158,51 +158,15 @@ def _rope_cache(
     if part < Q_PARTS:
         o_head = part * HEADS + o_block
         p_out = p_q + (row * nodes + node) * (HQ * SIZE)
+        heads = p_in, p_out, p_c, p_s, p_q_norm, p_factor + position, eps, o_head, o_head < HQ
         _turn_heads(
-            p_in,
-            p_out,
-            p_c,
-            p_s,
-            p_q_norm,
-            p_factor + position,
-            eps,
-            o_head,
-            o_head < HQ,
-            SIZE * (2 if GATED else 1),
-            SIZE,
-            SIZE,
-            HALF,
-            HALF_BLOCK,
-            REST_BLOCK,
-            NORM,
-            OFFSET,
-            PAIRS,
-            FACTOR,
+            *heads, SIZE * (2 if GATED else 1), SIZE, SIZE, HALF, HALF_BLOCK, REST_BLOCK, NORM, OFFSET, PAIRS, FACTOR
         )
     elif part < Q_PARTS + KV_PARTS:
         o_head = (part - Q_PARTS) * HEADS + o_block
         p_out = p_k + row * stride_k_b + slot * stride_k_c
-        _turn_heads(
-            p_keys,
-            p_out,
-            p_c,
-            p_s,
-            p_k_norm,
-            p_factor,
-            eps,
-            o_head,
-            o_head < HKV,
-            SIZE,
-            stride_k_h,
-            SIZE,
-            HALF,
-            HALF_BLOCK,
-            REST_BLOCK,
-            NORM,
-            OFFSET,
-            PAIRS,
-            False,
-        )
+        heads = p_keys, p_out, p_c, p_s, p_k_norm, p_factor, eps, o_head, o_head < HKV
+        _turn_heads(*heads, SIZE, stride_k_h, SIZE, HALF, HALF_BLOCK, REST_BLOCK, NORM, OFFSET, PAIRS, False)
     else:
         o_head = (part - Q_PARTS - KV_PARTS) * HEADS + o_block
         o_d = tl.arange(0, SIZE_BLOCK)

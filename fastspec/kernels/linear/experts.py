@@ -18,6 +18,8 @@ side, or, TRANSPOSED, with their outputs side by side; both are read as they lie
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -288,6 +290,34 @@ def _stored_product(
 
 
 @triton.jit
+def _either_product(
+    p_weight,
+    p_scales,
+    o_row,
+    m_row,
+    p_x,
+    m_x,
+    LINES: tl.constexpr,
+    DEPTH: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    MASKED: tl.constexpr,
+    LAUNCH: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """`_product` of rows o_row [TILE] of a weight [LINES, DEPTH], or `_stored_product` where it has scales."""
+    if p_scales is None:
+        p_rows = p_weight + o_row * (1 if TRANSPOSED else DEPTH)
+        STEP: tl.constexpr = LINES if TRANSPOSED else 1
+        b_sum = _product(p_rows, m_row, p_x, m_x, STEP, MASKED, DEPTH, LAUNCH.tile, ROWS, LAUNCH.depth, STAGES)
+    else:
+        p_rows, p_factors = p_weight + o_row * (DEPTH // 8), p_scales + o_row * (DEPTH // GROUP)
+        b_sum = _stored_product(p_rows, p_factors, p_x, m_x, DEPTH, LAUNCH.tile, ROWS, LAUNCH.depth, STAGES, ASSEMBLY)
+    return b_sum
+
+
+@triton.jit
 def _in_places(p_x, p_out, stride, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr):
     """A program copies a BLOCK of a row, its channels in the places of `mxfp4`, zeros behind the last."""
     wait_for_previous(PDL)
@@ -306,76 +336,50 @@ def _gate_up_rows(
     p_order,
     p_out,
     stride_x,
-    first,
     end,
+    first,
     CHOICES: tl.constexpr,
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    SCALES: tl.constexpr,
-    BIAS: tl.constexpr,
-    ALPHA: tl.constexpr,
-    CUBIC: tl.constexpr,
-    OFFSET: tl.constexpr,
-    LIMIT: tl.constexpr,
-    TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-    DEPTH_BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
+    KIND: tl.constexpr,
+    LAUNCH: tl.constexpr,
     ASSEMBLY: tl.constexpr,
+    ROWS: tl.constexpr,
+    LARGE: tl.constexpr,
 ):
     """The joined gate and up of the pairs at places first to first + ROWS: half the tile's rows are the gate's, half
     the up part's."""
+    STAGES: tl.constexpr = LAUNCH.large_stages if LARGE else LAUNCH.small_stages
+    TILE: tl.constexpr = LAUNCH.tile
     COLS: tl.constexpr = TILE // 2
     o_place = first + tl.arange(0, ROWS)
     m_place = o_place < end
     o_pair = tl.load(p_order + o_place, mask=m_place, other=0).to(tl.int64)
     o_tile = tl.arange(0, TILE)
-    o_col = tl.program_id(0) * COLS + (o_tile // 2 if INTERLEAVED else o_tile % COLS)
+    o_col = tl.program_id(0) * COLS + (o_tile // 2 if KIND.interleaved else o_tile % COLS)
     m_col = o_col < INNER
-    o_row = tl.program_id(0) * TILE + o_tile if INTERLEAVED else o_col + (o_tile // COLS) * INNER
+    o_row = tl.program_id(0) * TILE + o_tile if KIND.interleaved else o_col + (o_tile // COLS) * INNER
     o_row = tl.where(m_col, o_row, 0) if INNER % COLS != 0 and not TRANSPOSED else o_row
     p_rows = p_x + (o_pair // CHOICES) * stride_x
-    if p_scales is None:
-        b_both = _product(
-            p_weight + o_row.to(tl.int64) * (1 if TRANSPOSED else HIDDEN),
-            m_col,
-            p_rows,
-            m_place,
-            2 * INNER if TRANSPOSED else 1,
-            TRANSPOSED and INNER % COLS != 0,
-            HIDDEN,
-            TILE,
-            ROWS,
-            DEPTH_BLOCK,
-            STAGES,
-        )
-    else:
-        b_both = _stored_product(
-            p_weight + o_row.to(tl.int64) * (HIDDEN // 8),
-            p_scales + o_row.to(tl.int64) * (HIDDEN // GROUP),
-            p_rows,
-            m_place,
-            HIDDEN,
-            TILE,
-            ROWS,
-            DEPTH_BLOCK,
-            STAGES,
-            ASSEMBLY,
-        )
-    if SCALES:
+    MASKED: tl.constexpr = TRANSPOSED and INNER % COLS != 0
+    weight = p_weight, p_scales, o_row.to(tl.int64), m_col
+    b_both = _either_product(
+        *weight, p_rows, m_place, 2 * INNER, HIDDEN, TRANSPOSED, MASKED, LAUNCH, ASSEMBLY, ROWS, STAGES
+    )
+    if KIND.scales_input:
         b_both *= tl.load(p_shares + o_pair, mask=m_place, other=0.0).to(tl.float32)[None, :]
-    if BIAS:
+    if p_bias is not None:
         b_both += tl.load(p_bias + o_row, mask=m_col, other=0.0).to(tl.float32)[:, None]
     b_both = b_both.to(p_out.dtype.element_ty)
-    if INTERLEAVED:
+    if KIND.interleaved:
         b_gate, b_up = tl.split(tl.permute(tl.reshape(b_both, (COLS, 2, ROWS)), (0, 2, 1)))
     else:
         b_gate, b_up = tl.split(tl.permute(tl.reshape(b_both, (2, COLS, ROWS)), (1, 2, 0)))
     o_out = tl.program_id(0) * COLS + tl.arange(0, COLS)
     m_out = (o_out < INNER)[:, None] & m_place[None, :]
-    b_out = gated(b_gate, b_up, ALPHA, CUBIC, OFFSET, LIMIT)
+    GATE: tl.constexpr = KIND.gate
+    b_out = gated(b_gate, b_up, GATE, KIND.offset, KIND.limit)
     if p_scales is None:
         tl.store(p_out + o_place.to(tl.int64)[None, :] * INNER + o_out[:, None], b_out, mask=m_out)
     else:
@@ -405,20 +409,8 @@ def _gate_up(
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    SCALES: tl.constexpr,
-    BIAS: tl.constexpr,
-    ALPHA: tl.constexpr,
-    CUBIC: tl.constexpr,
-    OFFSET: tl.constexpr,
-    LIMIT: tl.constexpr,
-    TILE: tl.constexpr,
-    SMALL: tl.constexpr,
-    MEDIUM: tl.constexpr,
-    LARGE: tl.constexpr,
-    DEPTH_BLOCK: tl.constexpr,
-    SMALL_STAGES: tl.constexpr,
-    LARGE_STAGES: tl.constexpr,
+    KIND: tl.constexpr,
+    LAUNCH: tl.constexpr,
     ASSEMBLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -431,96 +423,22 @@ def _gate_up(
         p_mine = p_weight + expert * (2 * INNER * (HIDDEN if p_scales is None else HIDDEN // 8))
         if p_scales is not None:
             p_scales += expert * (2 * INNER * (HIDDEN // GROUP))
-        if BIAS:
+        if p_bias is not None:
             p_bias += expert * (2 * INNER)
-        if end - begin > MEDIUM:
-            for first in range(begin + part * LARGE, end, LARGE * tl.num_programs(1)):
+        given = p_x, p_mine, p_scales, p_bias, p_shares, p_order, p_out, stride_x, end
+        if end - begin > LAUNCH.medium:
+            for first in range(begin + part * LAUNCH.large, end, LAUNCH.large * tl.num_programs(1)):
                 _gate_up_rows(
-                    p_x,
-                    p_mine,
-                    p_scales,
-                    p_bias,
-                    p_shares,
-                    p_order,
-                    p_out,
-                    stride_x,
-                    first,
-                    end,
-                    CHOICES,
-                    HIDDEN,
-                    INNER,
-                    TRANSPOSED,
-                    INTERLEAVED,
-                    SCALES,
-                    BIAS,
-                    ALPHA,
-                    CUBIC,
-                    OFFSET,
-                    LIMIT,
-                    TILE,
-                    LARGE,
-                    DEPTH_BLOCK,
-                    LARGE_STAGES,
-                    ASSEMBLY,
+                    *given, first, CHOICES, HIDDEN, INNER, TRANSPOSED, KIND, LAUNCH, ASSEMBLY, LAUNCH.large, True
                 )
         elif part == 0:
-            if MEDIUM > SMALL and end - begin > SMALL:
+            if LAUNCH.medium > LAUNCH.small and end - begin > LAUNCH.small:
                 _gate_up_rows(
-                    p_x,
-                    p_mine,
-                    p_scales,
-                    p_bias,
-                    p_shares,
-                    p_order,
-                    p_out,
-                    stride_x,
-                    begin,
-                    end,
-                    CHOICES,
-                    HIDDEN,
-                    INNER,
-                    TRANSPOSED,
-                    INTERLEAVED,
-                    SCALES,
-                    BIAS,
-                    ALPHA,
-                    CUBIC,
-                    OFFSET,
-                    LIMIT,
-                    TILE,
-                    MEDIUM,
-                    DEPTH_BLOCK,
-                    LARGE_STAGES,
-                    ASSEMBLY,
+                    *given, begin, CHOICES, HIDDEN, INNER, TRANSPOSED, KIND, LAUNCH, ASSEMBLY, LAUNCH.medium, True
                 )
             else:
                 _gate_up_rows(
-                    p_x,
-                    p_mine,
-                    p_scales,
-                    p_bias,
-                    p_shares,
-                    p_order,
-                    p_out,
-                    stride_x,
-                    begin,
-                    end,
-                    CHOICES,
-                    HIDDEN,
-                    INNER,
-                    TRANSPOSED,
-                    INTERLEAVED,
-                    SCALES,
-                    BIAS,
-                    ALPHA,
-                    CUBIC,
-                    OFFSET,
-                    LIMIT,
-                    TILE,
-                    SMALL,
-                    DEPTH_BLOCK,
-                    SMALL_STAGES,
-                    ASSEMBLY,
+                    *given, begin, CHOICES, HIDDEN, INNER, TRANSPOSED, KIND, LAUNCH, ASSEMBLY, LAUNCH.small, False
                 )
 
 
@@ -532,18 +450,18 @@ def _down_rows(
     p_bias,
     p_order,
     p_out,
-    first,
     end,
+    first,
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    BIAS: tl.constexpr,
-    TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-    DEPTH_BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
+    LAUNCH: tl.constexpr,
     ASSEMBLY: tl.constexpr,
+    ROWS: tl.constexpr,
+    LARGE: tl.constexpr,
 ):
+    STAGES: tl.constexpr = LAUNCH.large_stages if LARGE else LAUNCH.small_stages
+    TILE: tl.constexpr = LAUNCH.tile
     o_place = first + tl.arange(0, ROWS)
     m_place = o_place < end
     o_pair = tl.load(p_order + o_place, mask=m_place, other=0).to(tl.int64)
@@ -551,34 +469,12 @@ def _down_rows(
     m_row = o_out < HIDDEN
     o_row = tl.minimum(o_out, HIDDEN - 1) if HIDDEN % TILE != 0 and not TRANSPOSED else o_out
     p_rows = p_inner + o_place.to(tl.int64) * (INNER if p_scales is None else (INNER + BLOCK - 1) // BLOCK * BLOCK)
-    if p_scales is None:
-        b_part = _product(
-            p_weight + o_row.to(tl.int64) * (1 if TRANSPOSED else INNER),
-            m_row,
-            p_rows,
-            m_place,
-            HIDDEN if TRANSPOSED else 1,
-            TRANSPOSED and HIDDEN % TILE != 0,
-            INNER,
-            TILE,
-            ROWS,
-            DEPTH_BLOCK,
-            STAGES,
-        )
-    else:
-        b_part = _stored_product(
-            p_weight + o_row.to(tl.int64) * (INNER // 8),
-            p_scales + o_row.to(tl.int64) * (INNER // GROUP),
-            p_rows,
-            m_place,
-            INNER,
-            TILE,
-            ROWS,
-            DEPTH_BLOCK,
-            STAGES,
-            ASSEMBLY,
-        )
-    if BIAS:
+    MASKED: tl.constexpr = TRANSPOSED and HIDDEN % TILE != 0
+    weight = p_weight, p_scales, o_row.to(tl.int64), m_row
+    b_part = _either_product(
+        *weight, p_rows, m_place, HIDDEN, INNER, TRANSPOSED, MASKED, LAUNCH, ASSEMBLY, ROWS, STAGES
+    )
+    if p_bias is not None:
         b_part += tl.load(p_bias + o_row, mask=m_row, other=0.0).to(tl.float32)[:, None]
     m_out = m_row[:, None] & m_place[None, :]
     tl.store(p_out + o_pair[None, :] * HIDDEN + o_out[:, None], b_part.to(p_out.dtype.element_ty), mask=m_out)
@@ -598,14 +494,7 @@ def _down(
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    BIAS: tl.constexpr,
-    TILE: tl.constexpr,
-    SMALL: tl.constexpr,
-    MEDIUM: tl.constexpr,
-    LARGE: tl.constexpr,
-    DEPTH_BLOCK: tl.constexpr,
-    SMALL_STAGES: tl.constexpr,
-    LARGE_STAGES: tl.constexpr,
+    LAUNCH: tl.constexpr,
     ASSEMBLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -618,70 +507,17 @@ def _down(
         p_mine = p_weight + expert * (HIDDEN * (INNER if p_scales is None else INNER // 8))
         if p_scales is not None:
             p_scales += expert * (HIDDEN * (INNER // GROUP))
-        if BIAS:
+        if p_bias is not None:
             p_bias += expert * HIDDEN
-        if end - begin > MEDIUM:
-            for first in range(begin + part * LARGE, end, LARGE * tl.num_programs(1)):
-                _down_rows(
-                    p_inner,
-                    p_mine,
-                    p_scales,
-                    p_bias,
-                    p_order,
-                    p_out,
-                    first,
-                    end,
-                    HIDDEN,
-                    INNER,
-                    TRANSPOSED,
-                    BIAS,
-                    TILE,
-                    LARGE,
-                    DEPTH_BLOCK,
-                    LARGE_STAGES,
-                    ASSEMBLY,
-                )
+        given = p_inner, p_mine, p_scales, p_bias, p_order, p_out, end
+        if end - begin > LAUNCH.medium:
+            for first in range(begin + part * LAUNCH.large, end, LAUNCH.large * tl.num_programs(1)):
+                _down_rows(*given, first, HIDDEN, INNER, TRANSPOSED, LAUNCH, ASSEMBLY, LAUNCH.large, True)
         elif part == 0:
-            if MEDIUM > SMALL and end - begin > SMALL:
-                _down_rows(
-                    p_inner,
-                    p_mine,
-                    p_scales,
-                    p_bias,
-                    p_order,
-                    p_out,
-                    begin,
-                    end,
-                    HIDDEN,
-                    INNER,
-                    TRANSPOSED,
-                    BIAS,
-                    TILE,
-                    MEDIUM,
-                    DEPTH_BLOCK,
-                    LARGE_STAGES,
-                    ASSEMBLY,
-                )
+            if LAUNCH.medium > LAUNCH.small and end - begin > LAUNCH.small:
+                _down_rows(*given, begin, HIDDEN, INNER, TRANSPOSED, LAUNCH, ASSEMBLY, LAUNCH.medium, True)
             else:
-                _down_rows(
-                    p_inner,
-                    p_mine,
-                    p_scales,
-                    p_bias,
-                    p_order,
-                    p_out,
-                    begin,
-                    end,
-                    HIDDEN,
-                    INNER,
-                    TRANSPOSED,
-                    BIAS,
-                    TILE,
-                    SMALL,
-                    DEPTH_BLOCK,
-                    SMALL_STAGES,
-                    ASSEMBLY,
-                )
+                _down_rows(*given, begin, HIDDEN, INNER, TRANSPOSED, LAUNCH, ASSEMBLY, LAUNCH.small, False)
 
 
 @triton.jit
@@ -694,8 +530,6 @@ def _weighted_sum(
     CHOICES: tl.constexpr,
     HIDDEN: tl.constexpr,
     SCALES: tl.constexpr,
-    SHARED: tl.constexpr,
-    GATED: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -704,9 +538,9 @@ def _weighted_sum(
     o_h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_h = o_h < HIDDEN
     b_sum = tl.zeros((BLOCK,), tl.float32)
-    if SHARED:
+    if p_shared is not None:
         b_sum = tl.load(p_shared + token * HIDDEN + o_h, mask=m_h, other=0.0).to(tl.float32)
-        if GATED:
+        if p_gate is not None:
             b_sum *= 1.0 / (1.0 + tl.exp(-tl.load(p_gate + token).to(tl.float32)))
     for k in tl.static_range(CHOICES):
         b_part = tl.load(p_parts + (token * CHOICES + k) * HIDDEN + o_h, mask=m_h, other=0.0).to(tl.float32)
@@ -817,18 +651,13 @@ def experts(
         )
         rows = placed
     activated, parts = x.new_empty((pairs, inner_width)), x.new_empty((pairs, size))
-    same = pdl | {
-        "TILE": launch.tile,
-        "SMALL": launch.small,
-        "MEDIUM": launch.medium,
-        "LARGE": launch.large,
-        "ASSEMBLY": group_assembly(x.dtype) if stored and runs_ptx(x.device) else None,
-        "num_warps": launch.warps,
-    }
+    assembly = group_assembly(x.dtype) if stored and runs_ptx(x.device) else None
+    same = pdl | {"ASSEMBLY": assembly, "num_warps": launch.warps}
     row = launch.depth * x.element_size()
     line = launch.depth // 2 if stored else row
-    same["SMALL_STAGES"] = stages_within(launch.small_stages, launch.tile * line + launch.small * row, x.device)
-    same["LARGE_STAGES"] = stages_within(launch.large_stages, launch.tile * line + launch.large * row, x.device)
+    small_stages = stages_within(launch.small_stages, launch.tile * line + launch.small * row, x.device)
+    large_stages = stages_within(launch.large_stages, launch.tile * line + launch.large * row, x.device)
+    launch = replace(launch, small_stages=small_stages, large_stages=large_stages)
     parts_of_group = max(1, min(MOST_PARTS, pairs // (groups * launch.large)))
     _gate_up[(triton.cdiv(2 * inner, launch.tile), parts_of_group, groups)](
         rows,
@@ -845,14 +674,8 @@ def experts(
         HIDDEN=size,
         INNER=inner,
         TRANSPOSED=turned_in,
-        INTERLEAVED=kind.interleaved,
-        SCALES=kind.scales_input,
-        BIAS=gate_up_bias is not None,
-        ALPHA=kind.gate.alpha,
-        CUBIC=kind.gate.cubic,
-        OFFSET=kind.offset,
-        LIMIT=kind.limit,
-        DEPTH_BLOCK=launch.depth if stored else _depth(launch, size),
+        KIND=kind,
+        LAUNCH=launch if stored else _fitting(launch, size),
         **same,
     )
     _down[(triton.cdiv(size, launch.tile), parts_of_group, groups)](
@@ -867,8 +690,7 @@ def experts(
         HIDDEN=size,
         INNER=inner,
         TRANSPOSED=turned_out,
-        BIAS=down_bias is not None,
-        DEPTH_BLOCK=launch.depth if stored else _depth(launch, inner),
+        LAUNCH=launch if stored else _fitting(launch, inner),
         **same,
     )
     block = min(SUM_BLOCK, max(16, triton.next_power_of_2(size)))
@@ -881,8 +703,6 @@ def experts(
         CHOICES=choices,
         HIDDEN=size,
         SCALES=kind.scales_input,
-        SHARED=shared is not None,
-        GATED=shared_gate is not None,
         BLOCK=block,
         num_warps=max(1, block // 256),
         **pdl,
@@ -912,5 +732,6 @@ def _is_transposed(weight: Tensor, name: str) -> bool:
     return True
 
 
-def _depth(launch: ExpertsLaunch, depth: int) -> int:
-    return min(launch.depth, max(16, int(triton.next_power_of_2(depth))))
+def _fitting(launch: ExpertsLaunch, depth: int) -> ExpertsLaunch:
+    """The launch with blocks no deeper than a product needs."""
+    return replace(launch, depth=min(launch.depth, max(16, int(triton.next_power_of_2(depth)))))

@@ -85,8 +85,8 @@ def _sums(
 
 
 @triton.jit
-def _with_bias(b_sum, p_bias, o_row, m_row, BIAS: tl.constexpr):
-    if BIAS:
+def _with_bias(b_sum, p_bias, o_row, m_row):
+    if p_bias is not None:
         b_sum += tl.load(p_bias + o_row, mask=m_row, other=0.0).to(tl.float32)
     return b_sum
 
@@ -102,13 +102,7 @@ def _inner_row(
     p_out,
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    SCALES: tl.constexpr,
-    BIAS: tl.constexpr,
-    ALPHA: tl.constexpr,
-    CUBIC: tl.constexpr,
-    OFFSET: tl.constexpr,
-    LIMIT: tl.constexpr,
+    KIND: tl.constexpr,
     CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
     ASSEMBLY: tl.constexpr,
@@ -121,16 +115,16 @@ def _inner_row(
     p_weight += expert * (2 * INNER * (HIDDEN if p_scales is None else HIDDEN // 8))
     if p_scales is not None:
         p_scales += expert * (2 * INNER * (HIDDEN // GROUP))
-    if BIAS:
+    if p_bias is not None:
         p_bias += expert * (2 * INNER)
     share = 1.0
-    if SCALES:
+    if KIND.scales_input:
         share = tl.load(p_shares + choice).to(tl.float32)
     o_i = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     m_i = o_i < INNER
     dtype = p_out.dtype.element_ty
-    o_gate = 2 * o_i if INTERLEAVED else o_i
-    o_up = 2 * o_i + 1 if INTERLEAVED else INNER + o_i
+    o_gate = 2 * o_i if KIND.interleaved else o_i
+    o_up = 2 * o_i + 1 if KIND.interleaved else INNER + o_i
     if p_scales is None:
         b_gate = _dense_sums(p_weight, o_gate, m_i, p_x, HIDDEN, CHANNELS, BLOCK)
         b_up = _dense_sums(p_weight, o_up, m_i, p_x, HIDDEN, CHANNELS, BLOCK)
@@ -139,9 +133,10 @@ def _inner_row(
         b_both = _stored_sums(p_weight, p_scales, o_both, m_both, p_x, HIDDEN, 2 * CHANNELS, BLOCK, ASSEMBLY)
         b_gate, b_up = tl.split(tl.reshape(b_both, [CHANNELS, 2]))
     b_gate, b_up = b_gate * share, b_up * share
-    b_gate = _with_bias(b_gate, p_bias, o_gate, m_i, BIAS).to(dtype)
-    b_up = _with_bias(b_up, p_bias, o_up, m_i, BIAS).to(dtype)
-    tl.store(p_out + choice * INNER + o_i, gated(b_gate, b_up, ALPHA, CUBIC, OFFSET, LIMIT), mask=m_i)
+    b_gate = _with_bias(b_gate, p_bias, o_gate, m_i).to(dtype)
+    b_up = _with_bias(b_up, p_bias, o_up, m_i).to(dtype)
+    GATE: tl.constexpr = KIND.gate
+    tl.store(p_out + choice * INNER + o_i, gated(b_gate, b_up, GATE, KIND.offset, KIND.limit), mask=m_i)
 
 
 @triton.jit
@@ -159,9 +154,6 @@ def _down_row(
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
     SCALES: tl.constexpr,
-    BIAS: tl.constexpr,
-    SHARED: tl.constexpr,
-    GATED: tl.constexpr,
     CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
     ASSEMBLY: tl.constexpr,
@@ -172,20 +164,17 @@ def _down_row(
     o_h = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     m_h = o_h < HIDDEN
     b_sum = tl.zeros([CHANNELS], tl.float32)
-    if SHARED:
+    if p_shared is not None:
         b_sum = tl.load(p_shared + o_h, mask=m_h, other=0.0).to(tl.float32)
-        if GATED:
+        if p_gate is not None:
             b_sum *= 1.0 / (1.0 + tl.exp(-tl.load(p_gate).to(tl.float32)))
     for k in tl.static_range(CHOICES):
         expert = tl.load(p_chosen + k)
         p_mine = p_weight + expert * (HIDDEN * (INNER if p_scales is None else INNER // 8))
         p_factors = None if p_scales is None else p_scales + expert * (HIDDEN * (INNER // GROUP))
         b_part = _sums(p_mine, p_factors, o_h, m_h, p_inner + k * INNER, INNER, CHANNELS, BLOCK, ASSEMBLY)
-        b_part = (
-            _with_bias(b_part, p_bias + expert * HIDDEN if BIAS else p_bias, o_h, m_h, BIAS)
-            .to(p_out.dtype.element_ty)
-            .to(tl.float32)
-        )
+        b_part = _with_bias(b_part, None if p_bias is None else p_bias + expert * HIDDEN, o_h, m_h)
+        b_part = b_part.to(p_out.dtype.element_ty).to(tl.float32)
         b_sum += b_part if SCALES else tl.load(p_shares + k).to(tl.float32) * b_part
     tl.store(p_out + o_h, b_sum.to(p_out.dtype.element_ty), mask=m_h)
 
@@ -240,13 +229,7 @@ def experts_row(
         activated,
         HIDDEN=size,
         INNER=inner,
-        INTERLEAVED=kind.interleaved,
-        SCALES=kind.scales_input,
-        BIAS=gate_up_bias is not None,
-        ALPHA=kind.gate.alpha,
-        CUBIC=kind.gate.cubic,
-        OFFSET=kind.offset,
-        LIMIT=kind.limit,
+        KIND=kind,
         CHANNELS=first.channels,
         BLOCK=_block(first, size),
         ASSEMBLY=assembly,
@@ -266,9 +249,6 @@ def experts_row(
         HIDDEN=size,
         INNER=inner,
         SCALES=kind.scales_input,
-        BIAS=down_bias is not None,
-        SHARED=shared is not None,
-        GATED=shared_gate is not None,
         CHANNELS=second.channels,
         BLOCK=_block(second, inner),
         ASSEMBLY=assembly,

@@ -80,8 +80,7 @@ def _linear_kernel(
     SWIGLU: tl.constexpr,
     BIAS: tl.constexpr,
     EVEN_K: tl.constexpr,
-    ALPHA: tl.constexpr,
-    CUBIC: tl.constexpr,
+    KIND: tl.constexpr,
     TMA: tl.constexpr,
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
@@ -131,7 +130,7 @@ def _linear_kernel(
     if SWIGLU:
         if BIAS:
             b_up += tl.load(p_bias + M + o_i, mask=m_i, other=0.0).to(tl.float32)[:, None]
-        b_out = gated(b_out, b_up.to(p_out.dtype.element_ty), ALPHA, CUBIC, 0.0, None)
+        b_out = gated(b_out, b_up.to(p_out.dtype.element_ty), KIND)
     tl.store(p_out + o_r[None, :].to(tl.int64) * M + o_i[:, None], b_out, mask=m_i[:, None] & m_r[None, :])
 
 
@@ -266,8 +265,7 @@ def _launch(
         SWIGLU=swiglu,
         BIAS=bias is not None,
         EVEN_K=depth % launch.depth == 0,
-        ALPHA=kind.alpha,
-        CUBIC=kind.cubic,
+        KIND=kind,
         TMA=tma,
         PREFETCH=launch.prefetch,
         PDL=pdl,

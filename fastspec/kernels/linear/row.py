@@ -53,8 +53,7 @@ def _row_kernel(
     SWIGLU: tl.constexpr,
     BIAS: tl.constexpr,
     EVEN: tl.constexpr,
-    ALPHA: tl.constexpr,
-    CUBIC: tl.constexpr,
+    KIND: tl.constexpr,
     RANK: tl.constexpr,
     PROCESSES: tl.constexpr,
     PADDED: tl.constexpr,
@@ -107,7 +106,7 @@ def _row_kernel(
         b_up = tl.sum(b_ups + _products(b_u, b_x, CHANNELS, DEPTH, EACH), 1)
         if BIAS:
             b_up += tl.load(p_bias + M + o_i, mask=m_i, other=0.0).to(tl.float32)
-        b_out = gated(b_out, b_up.to(p_x.dtype.element_ty), ALPHA, CUBIC, 0.0, None)
+        b_out = gated(b_out, b_up.to(p_x.dtype.element_ty), KIND)
     if PROCESSES > 0:
         HALF: tl.constexpr = CHANNELS // 2
         o_w = tl.program_id(0) * HALF + tl.arange(0, HALF)
@@ -153,8 +152,7 @@ def linear_row(
         SWIGLU=swiglu,
         BIAS=bias is not None,
         EVEN=depth % launch.depth == 0,
-        ALPHA=kind.alpha,
-        CUBIC=kind.cubic,
+        KIND=kind,
         RANK=rank,
         PROCESSES=processes,
         PADDED=triton.next_power_of_2(max(1, processes)),

@@ -18,9 +18,11 @@ BLOCK = 1024
 
 
 @triton.jit
-def gated(b_gate, b_up, ALPHA: tl.constexpr, CUBIC: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr):
-    """(up + OFFSET) * gate * sigmoid(ALPHA * (gate + CUBIC * gate^3)), both in one dtype, in which the gated part and
-    the product are rounded."""
+def gated(b_gate, b_up, KIND: tl.constexpr, OFFSET: tl.constexpr = 0.0, LIMIT: tl.constexpr = None):
+    """(up + OFFSET) * `reference.opened`(gate, KIND), both in one dtype, in which the gated part and the product are
+    rounded."""
+    ALPHA: tl.constexpr = KIND.alpha
+    CUBIC: tl.constexpr = KIND.cubic
     b_wide, b_other = b_gate.to(tl.float32), b_up.to(tl.float32)
     if LIMIT is not None:
         b_wide = tl.minimum(b_wide, LIMIT, propagate_nan=tl.PropagateNan.ALL)
@@ -36,8 +38,7 @@ def _swiglu(
     p_in,
     p_out,
     stride_in,
-    ALPHA: tl.constexpr,
-    CUBIC: tl.constexpr,
+    KIND: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -49,7 +50,7 @@ def _swiglu(
     p_gate = p_in + row * stride_in + o_i
     b_gate = tl.load(p_gate, mask=m_i, other=0.0)
     b_up = tl.load(p_gate + SIZE, mask=m_i, other=0.0)
-    tl.store(p_out + row * SIZE + o_i, gated(b_gate, b_up, ALPHA, CUBIC, 0.0, None), mask=m_i)
+    tl.store(p_out + row * SIZE + o_i, gated(b_gate, b_up, KIND), mask=m_i)
 
 
 def swiglu(gate_up: Tensor, kind: Activation = SILU) -> Tensor:
@@ -70,8 +71,7 @@ def swiglu(gate_up: Tensor, kind: Activation = SILU) -> Tensor:
         rows,
         out,
         rows.stride(0),
-        ALPHA=kind.alpha,
-        CUBIC=kind.cubic,
+        KIND=kind,
         SIZE=size,
         BLOCK=block,
         num_warps=warps,

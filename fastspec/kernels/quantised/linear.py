@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from fastspec.kernels.launch import dependent, padded, prefetch, prefetched, runs_ptx, stages_within
 from fastspec.kernels.linear import reference as linear_reference
 from fastspec.kernels.linear.launches import MAX_ROWS, Launch
-from fastspec.kernels.linear.reference import SILU, Activation, Parts
+from fastspec.kernels.linear.reference import Activation, Parts
 from fastspec.kernels.linear.swiglu import gated
 from fastspec.kernels.quantised import reference
 from fastspec.kernels.quantised.conversions import assembly
@@ -45,13 +45,15 @@ FLOAT8 = tl.constexpr(int(Numbers.E4M3))
 
 
 @triton.jit
-def _numbers(b_codes, p_table, NUMBERS: tl.constexpr, LESS: tl.constexpr, DTYPE: tl.constexpr):
+def _numbers(b_codes, p_table, CODES: tl.constexpr, DTYPE: tl.constexpr):
     """Numbers that codes of any shape stand for, one by one."""
-    if NUMBERS == UNSIGNED:
-        b_out = b_codes.to(tl.float32) - LESS
-    elif NUMBERS == SIGNED:
+    if CODES.numbers == UNSIGNED:
+        b_out = b_codes.to(tl.float32) - CODES.less
+    elif CODES.numbers == SIGNED:
         b_out = b_codes.to(tl.int8, bitcast=True).to(tl.float32)
-    elif NUMBERS == FLOAT8:  # by bits: devices before 8.9 have no conversion; fp16 holds them all, 2 ** -8 as large
+    elif (
+        CODES.numbers == FLOAT8
+    ):  # by bits: devices before 8.9 have no conversion; fp16 holds them all, 2 ** -8 as large
         b_wide = b_codes.to(tl.uint16)
         b_half = (((b_wide & 0x80) << 8) | ((b_wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
         b_out = b_half.to(tl.float32) * 256.0
@@ -61,23 +63,14 @@ def _numbers(b_codes, p_table, NUMBERS: tl.constexpr, LESS: tl.constexpr, DTYPE:
 
 
 @triton.jit
-def _halves(
-    b_codes,
-    p_table,
-    BITS: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    LESS: tl.constexpr,
-    HIGH_FIRST: tl.constexpr,
-    DTYPE: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-):
+def _halves(b_codes, p_table, CODES: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
     """Numbers of bytes: of the even input channels and of the odd ones; of 8 bits the same twice."""
-    if BITS == 8:
+    if CODES.bits == 8:
         if ASSEMBLY is not None:
             b_even = tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [b_codes], dtype=tl.bfloat16, is_pure=True, pack=4)
             b_even = b_even.to(DTYPE, bitcast=True)
         else:
-            b_even = _numbers(b_codes, p_table, NUMBERS, LESS, DTYPE)
+            b_even = _numbers(b_codes, p_table, CODES, DTYPE)
         b_odd = b_even
     elif ASSEMBLY is not None:
         b_even, b_odd = tl.inline_asm_elementwise(
@@ -85,9 +78,9 @@ def _halves(
         )
         b_even, b_odd = b_even.to(DTYPE, bitcast=True), b_odd.to(DTYPE, bitcast=True)
     else:
-        b_low = _numbers(b_codes & 15, p_table, NUMBERS, LESS, DTYPE)
-        b_high = _numbers(b_codes >> 4, p_table, NUMBERS, LESS, DTYPE)
-        b_even, b_odd = (b_high, b_low) if HIGH_FIRST else (b_low, b_high)
+        b_low = _numbers(b_codes & 15, p_table, CODES, DTYPE)
+        b_high = _numbers(b_codes >> 4, p_table, CODES, DTYPE)
+        b_even, b_odd = (b_high, b_low) if CODES.high_first else (b_low, b_high)
     return b_even, b_odd
 
 
@@ -103,36 +96,26 @@ def _scales(weight, o_at, NESTED: tl.constexpr):
 
 
 @triton.jit
-def _zeros(p_zeros, o_line, o_group, G, WORDS: tl.constexpr, BITS: tl.constexpr, LESS: tl.constexpr):
-    """Zero points of lines o_line in groups o_group, fp32; with WORDS those of 32 / BITS lines share a word."""
-    if WORDS:
+def _zeros(p_zeros, o_line, o_group, G, CODES: tl.constexpr):
+    """Zero points of lines o_line in groups o_group, fp32; in words of int32 those of 32 / bits lines share one."""
+    if p_zeros.dtype.element_ty == tl.int32:
+        BITS: tl.constexpr = CODES.bits
         PER: tl.constexpr = 32 // BITS
         b_word = tl.load(p_zeros + (o_line // PER) * G + o_group)
-        b_out = ((b_word >> ((o_line % PER) * BITS).to(tl.int32)) & ((1 << BITS) - 1)).to(tl.float32) - LESS
+        b_out = ((b_word >> ((o_line % PER) * BITS).to(tl.int32)) & ((1 << BITS) - 1)).to(tl.float32) - CODES.less
     else:
         b_out = tl.load(p_zeros + o_line * G + o_group).to(tl.float32)
     return b_out
 
 
 @triton.jit
-def _weighted(
-    b_w,
-    weight,
-    o_line,
-    o_cols,
-    K,
-    BITS: tl.constexpr,
-    LESS: tl.constexpr,
-    ZEROS: tl.constexpr,
-    WORDS: tl.constexpr,
-    NESTED: tl.constexpr,
-):
+def _weighted(b_w, weight, o_line, o_cols, K, CODES: tl.constexpr, NESTED: tl.constexpr):
     """Numbers [BM, C] of input channels o_cols less their zero points, times their scales, rounded to their dtype."""
     o_near = tl.minimum(o_cols, K - 1)
     o_group = (o_near // weight.block_k if weight.groups is None else tl.load(weight.groups + o_near))[None, :]
     b_wide = b_w.to(tl.float32)
-    if ZEROS:
-        b_wide -= _zeros(weight.zeros, o_line[:, None], o_group, weight.columns, WORDS, BITS, LESS)
+    if weight.zeros is not None:
+        b_wide -= _zeros(weight.zeros, o_line[:, None], o_group, weight.columns, CODES)
     b_wide *= _scales(weight, (o_line // weight.block_m * weight.columns)[:, None] + o_group, NESTED)
     return b_wide.to(b_w.dtype)
 
@@ -148,36 +131,31 @@ def _add_step(
     K,
     p_table,
     BK: tl.constexpr,
-    BITS: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    LESS: tl.constexpr,
-    HIGH_FIRST: tl.constexpr,
+    CODES: tl.constexpr,
     SPREAD: tl.constexpr,
     GROUPED: tl.constexpr,
-    ZEROS: tl.constexpr,
-    WORDS: tl.constexpr,
     NESTED: tl.constexpr,
     EVEN_K: tl.constexpr,
-    DTYPE: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
     """Sums [BM, BR] and the products of a step's codes with rows [BR, BK / 2] of even and of odd channels, or twice
     [BR, BK]."""
-    PER: tl.constexpr = 8 // BITS
+    DTYPE: tl.constexpr = b_even_x.dtype
+    PER: tl.constexpr = 8 // CODES.bits
     o_bytes = tl.arange(0, BK // PER)
     p_codes = weight.codes + o_line[:, None] * weight.stride + (o_k // PER + o_bytes)[None, :]
     if EVEN_K:
         b_codes = tl.load(p_codes)
     else:
         b_codes = tl.load(p_codes, mask=(o_k // PER + o_bytes < (K + PER - 1) // PER)[None, :], other=0)
-    b_even, b_odd = _halves(b_codes, p_table, BITS, NUMBERS, LESS, HIGH_FIRST, DTYPE, ASSEMBLY)
+    b_even, b_odd = _halves(b_codes, p_table, CODES, DTYPE, ASSEMBLY)
     o_group = o_k // weight.block_k
     if SPREAD:
-        b_even = _weighted(b_even, weight, o_line, o_k + o_bytes * PER, K, BITS, LESS, ZEROS, WORDS, NESTED)
+        b_even = _weighted(b_even, weight, o_line, o_k + o_bytes * PER, K, CODES, NESTED)
         if PER == 2:
-            b_odd = _weighted(b_odd, weight, o_line, o_k + o_bytes * 2 + 1, K, BITS, LESS, ZEROS, WORDS, NESTED)
-    elif ZEROS:
-        b_zero = _zeros(weight.zeros, o_line, o_group, weight.columns, WORDS, BITS, LESS).to(DTYPE)[:, None]
+            b_odd = _weighted(b_odd, weight, o_line, o_k + o_bytes * 2 + 1, K, CODES, NESTED)
+    elif weight.zeros is not None:
+        b_zero = _zeros(weight.zeros, o_line, o_group, weight.columns, CODES).to(DTYPE)[:, None]
         b_even -= b_zero
         b_odd -= b_zero
     b_part = tl.zeros_like(b_sum) if GROUPED else b_sum
@@ -192,29 +170,22 @@ def _add_step(
 
 @triton.jit
 def _finished(
-    b_sum,
-    weight,
-    o_line,
-    SPREAD: tl.constexpr,
-    GROUPED: tl.constexpr,
-    NESTED: tl.constexpr,
-    BIAS: tl.constexpr,
-    OUT: tl.constexpr,
+    b_sum, weight, o_line, SPREAD: tl.constexpr, GROUPED: tl.constexpr, NESTED: tl.constexpr, OUT: tl.constexpr
 ):
     """Sums [BM, BR] times what scales are left, plus the bias, rounded once."""
     if not (SPREAD or GROUPED):
         b_sum *= _scales(weight, o_line // weight.block_m * weight.columns, NESTED)[:, None]
-    if BIAS:
+    if weight.bias is not None:
         b_sum += tl.load(weight.bias + o_line).to(tl.float32)[:, None]
     return b_sum.to(OUT)
 
 
 @triton.jit
 def _product(
-    p_x,
     weight,
-    above,
     tile,
+    above,
+    p_x,
     p_out,
     R,
     M,
@@ -224,26 +195,17 @@ def _product(
     BM: tl.constexpr,
     BK: tl.constexpr,
     BR: tl.constexpr,
-    GATED: tl.constexpr,
-    BITS: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    LESS: tl.constexpr,
-    HIGH_FIRST: tl.constexpr,
+    CODES: tl.constexpr,
     SPREAD: tl.constexpr,
     GROUPED: tl.constexpr,
-    ZEROS: tl.constexpr,
-    WORDS: tl.constexpr,
     NESTED: tl.constexpr,
-    BIAS: tl.constexpr,
     EVEN_K: tl.constexpr,
-    ALPHA: tl.constexpr,
-    CUBIC: tl.constexpr,
+    KIND: tl.constexpr,
     ASSEMBLY: tl.constexpr,
     PDL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """A tile of a weight's output channels; with GATED opened(weight) * above."""
-    DTYPE: tl.constexpr = p_x.dtype.element_ty
+    """A tile of a weight's output channels; with a KIND opened(weight) * above."""
     lines = weight.lines
     o_m = tile * BM + tl.arange(0, BM)
     o_r = tl.program_id(1) * BR + tl.arange(0, BR)
@@ -252,7 +214,7 @@ def _product(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         prefetch(weight.codes + o_line * weight.stride, weight.ahead)  # nobody writes weights
-        if GATED:
+        if KIND is not None:
             prefetch(above.codes + o_line * above.stride, above.ahead)
         tl.extra.cuda.gdc_wait()
     o_bk = tl.arange(0, BK)
@@ -264,61 +226,18 @@ def _product(
         m_x = m_r[:, None] if EVEN_K else m_r[:, None] & (o_cols < K)[None, :]
         b_x = tl.load(p_rows + o_cols[None, :], mask=m_x, other=0.0)
         b_even_x, b_odd_x = b_x, b_x
-        if BITS == 4:
+        if CODES.bits == 4:
             b_even_x, b_odd_x = tl.split(tl.reshape(b_x, [BR, BK // 2, 2]))
-        b_sum = _add_step(
-            b_sum,
-            b_even_x,
-            b_odd_x,
-            weight,
-            o_line,
-            o_k,
-            K,
-            p_table,
-            BK,
-            BITS,
-            NUMBERS,
-            LESS,
-            HIGH_FIRST,
-            SPREAD,
-            GROUPED,
-            ZEROS,
-            WORDS,
-            NESTED,
-            EVEN_K,
-            DTYPE,
-            ASSEMBLY,
-        )
-        if GATED:
+        step = o_line, o_k, K, p_table
+        b_sum = _add_step(b_sum, b_even_x, b_odd_x, weight, *step, BK, CODES, SPREAD, GROUPED, NESTED, EVEN_K, ASSEMBLY)
+        if KIND is not None:
             b_up = _add_step(
-                b_up,
-                b_even_x,
-                b_odd_x,
-                above,
-                o_line,
-                o_k,
-                K,
-                p_table,
-                BK,
-                BITS,
-                NUMBERS,
-                LESS,
-                HIGH_FIRST,
-                SPREAD,
-                GROUPED,
-                ZEROS,
-                WORDS,
-                NESTED,
-                EVEN_K,
-                DTYPE,
-                ASSEMBLY,
+                b_up, b_even_x, b_odd_x, above, *step, BK, CODES, SPREAD, GROUPED, NESTED, EVEN_K, ASSEMBLY
             )
     OUT: tl.constexpr = p_out.dtype.element_ty
-    b_out = _finished(b_sum, weight, o_line, SPREAD, GROUPED, NESTED, BIAS, OUT)
-    if GATED:
-        b_out = gated(
-            b_out, _finished(b_up, above, o_line, SPREAD, GROUPED, NESTED, BIAS, OUT), ALPHA, CUBIC, 0.0, None
-        )
+    b_out = _finished(b_sum, weight, o_line, SPREAD, GROUPED, NESTED, OUT)
+    if KIND is not None:
+        b_out = gated(b_out, _finished(b_up, above, o_line, SPREAD, GROUPED, NESTED, OUT), KIND)
     o_out = o_r[None, :].to(tl.int64) * M + (weight.first + o_m)[:, None]
     tl.store(p_out + o_out, b_out, mask=m_m[:, None] & m_r[None, :])
 
@@ -337,59 +256,37 @@ def _stored_kernel(
     BK: tl.constexpr,
     BR: tl.constexpr,
     COUNT: tl.constexpr,
-    GATED: tl.constexpr,
-    BITS: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    LESS: tl.constexpr,
-    HIGH_FIRST: tl.constexpr,
+    CODES: tl.constexpr,
     SPREAD: tl.constexpr,
     GROUPED: tl.constexpr,
-    ZEROS: tl.constexpr,
-    WORDS: tl.constexpr,
     NESTED: tl.constexpr,
-    BIAS: tl.constexpr,
     EVEN_K: tl.constexpr,
-    ALPHA: tl.constexpr,
-    CUBIC: tl.constexpr,
+    KIND: tl.constexpr,
     ASSEMBLY: tl.constexpr,
     PDL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Out [R, M] of x [R, K] and COUNT weights of one form, side by side; with GATED of a gate and an up part. A weight
-    is a `StoredOperands`. With SPREAD channels of a step have scales of their own, with GROUPED steps do,
-    else lines."""
+    """Out [R, M] of x [R, K] and COUNT weights of one form, side by side; with a KIND of a gate and an up part. A
+    weight is a `StoredOperands`. With SPREAD channels of a step have scales of their own, with GROUPED steps do, else
+    lines."""
     tile = tl.program_id(0)
+    given = weights[COUNT - 1 if KIND is None else COUNT], p_x, p_out, R, M, K, stride_x, p_table
     for i in tl.static_range(COUNT):
         tiles = (weights[i].lines + BM - 1) // BM
         if (tile >= 0) & (tile < tiles):
             _product(
-                p_x,
                 weights[i],
-                weights[COUNT - 1 + GATED],
                 tile,
-                p_out,
-                R,
-                M,
-                K,
-                stride_x,
-                p_table,
+                *given,
                 BM,
                 BK,
                 BR,
-                GATED,
-                BITS,
-                NUMBERS,
-                LESS,
-                HIGH_FIRST,
+                CODES,
                 SPREAD,
                 GROUPED,
-                ZEROS,
-                WORDS,
                 NESTED,
-                BIAS,
                 EVEN_K,
-                ALPHA,
-                CUBIC,
+                KIND,
                 ASSEMBLY,
                 PDL,
                 STAGES,
@@ -405,26 +302,21 @@ def _dequantise_kernel(
     p_table,
     BM: tl.constexpr,
     BK: tl.constexpr,
-    BITS: tl.constexpr,
-    NUMBERS: tl.constexpr,
-    LESS: tl.constexpr,
-    HIGH_FIRST: tl.constexpr,
-    ZEROS: tl.constexpr,
-    WORDS: tl.constexpr,
+    CODES: tl.constexpr,
     NESTED: tl.constexpr,
     OWN: tl.constexpr,
 ):
     """Out [M, K] of a weight's numbers less their zero points, times their scales, rounded to OWN and to out's
     dtype."""
-    PER: tl.constexpr = 8 // BITS
+    PER: tl.constexpr = 8 // CODES.bits
     o_m, o_byte = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1) * (BK // PER) + tl.arange(0, BK // PER)
     o_line = tl.minimum(o_m, weight.lines - 1).to(tl.int64)
     m_byte = (o_byte < (K + PER - 1) // PER)[None, :]
     b_codes = tl.load(weight.codes + o_line[:, None] * weight.stride + o_byte[None, :], mask=m_byte, other=0)
-    b_even, b_odd = _halves(b_codes, p_table, BITS, NUMBERS, LESS, HIGH_FIRST, tl.float32, None)
-    b_out = _weighted(b_even, weight, o_line, o_byte * PER, K, BITS, LESS, ZEROS, WORDS, NESTED)
+    b_even, b_odd = _halves(b_codes, p_table, CODES, tl.float32, None)
+    b_out = _weighted(b_even, weight, o_line, o_byte * PER, K, CODES, NESTED)
     if PER == 2:
-        b_odd = _weighted(b_odd, weight, o_line, o_byte * 2 + 1, K, BITS, LESS, ZEROS, WORDS, NESTED)
+        b_odd = _weighted(b_odd, weight, o_line, o_byte * 2 + 1, K, CODES, NESTED)
         b_out = tl.reshape(tl.join(b_out, b_odd), [BM, BK])
     o_k = tl.program_id(1) * BK + tl.arange(0, BK)
     m_out = (o_m < weight.lines)[:, None] & (o_k < K)[None, :]
@@ -542,12 +434,7 @@ def dequantised(weight: StoredWeight, dtype: torch.dtype) -> Tensor:
         reference.table(kind, weight.device) if kind.table else None,
         BM=lines,
         BK=deep,
-        BITS=kind.bits,
-        NUMBERS=int(kind.numbers),
-        LESS=kind.less,
-        HIGH_FIRST=kind.high_first,
-        ZEROS=weight.zeros is not None,
-        WORDS=weight.zeros is not None and weight.zeros.dtype == torch.int32,
+        CODES=kind,
         NESTED=0 if weight.nested is None else weight.nested.block,
         OWN=DTYPES[weight.dtype or dtype],
         enable_fp_fusion=False,
@@ -655,20 +542,12 @@ def _launch(
         BK=launch.depth,
         BR=tall,
         COUNT=len(weights) // gates,
-        GATED=kind is not None,
-        BITS=form.kind.bits,
-        NUMBERS=int(form.kind.numbers),
-        LESS=form.kind.less,
-        HIGH_FIRST=form.kind.high_first,
+        CODES=form.kind,
         SPREAD=form.spread,
         GROUPED=form.group < depth and not form.spread,
-        ZEROS=form.zeros is not None,
-        WORDS=form.zeros == torch.int32,
         NESTED=form.nested,
-        BIAS=form.biased,
         EVEN_K=depth % launch.depth == 0,
-        ALPHA=(kind or SILU).alpha,
-        CUBIC=(kind or SILU).cubic,
+        KIND=kind,
         ASSEMBLY=assembly(form.kind, x.dtype) if runs_ptx(x.device) else None,
         STAGES=stages,
         enable_fp_fusion=False,  # a nested scale is a product and a sum, each rounded

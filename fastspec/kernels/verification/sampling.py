@@ -269,6 +269,7 @@ def cut(x: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
     part = torch.empty(rows, chunks, 2**DIGIT_BITS, dtype=torch.float32, device=x.device)
     level = torch.empty(rows, dtype=torch.float64, device=x.device)
     rank, first, arrived = torch.empty(3, rows, dtype=torch.int32, device=x.device)
+    state = x, peak, part, rank, level, low
     inverse, steps = inverse_of(settings), STEPS[x.dtype]
     # Temperature can make neighbours in fp32 equal, and not in half precision, whose own few digits are then enough.
     before, after = (inverse, 1.0) if x.dtype == torch.float32 else (1.0, inverse)
@@ -282,12 +283,7 @@ def cut(x: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
     for wanted, mass in ((0 < settings.top_k < vocab, False), (settings.top_p < 1, True)):
         for step in range(steps if wanted else 0):
             _digit_kernel[(chunks, rows)](
-                x,
-                peak,
-                part,
-                rank,
-                level,
-                low,
+                *state,
                 arrived,
                 *sizes,
                 32 - DIGIT_BITS * (step + 1),
@@ -308,12 +304,7 @@ def cut(x: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
     )  # fp32's 0 removes nothing, as in the reference
     least = math.log(settings.min_p) if by_share else 0.0
     _close_kernel[(rows,)](
-        x,
-        peak,
-        part,
-        rank,
-        level,
-        low,
+        *state,
         first,
         *sizes,
         end,

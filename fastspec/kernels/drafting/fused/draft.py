@@ -52,25 +52,7 @@ def draft_kernel(
     p_scores,
     p_tokens,
     p_parents,
-    p_wide,
-    p_x,
-    p_mixed,
-    p_act,
-    p_residual,
-    p_after,
-    p_hidden,
-    p_parts,
-    p_mix,
-    p_peak,
-    p_mass,
-    p_keys,
-    p_high,
-    p_total,
-    p_score,
-    p_front,
-    p_words,
-    p_count,
-    p_left,
+    buffers,
     limit,
     stride_b,
     stride_h,
@@ -119,6 +101,8 @@ def draft_kernel(
 ):
     """One draft phase: feed the accepted pairs, then grow the tree level by level; all programs run every phase, a
     barrier after each."""
+    p_wide, p_x, p_mixed, p_act, p_residual, p_after, p_hidden, p_parts = buffers[:8]
+    p_mix, p_peak, p_mass, p_keys, p_high, p_total, p_score, p_front, p_words, p_count, p_left = buffers[8:]
     pid, programs = tl.program_id(0), tl.num_programs(0)
     dtype: tl.constexpr = p_x.dtype.element_ty
     E: tl.constexpr = (HQ + 2 * HKV) * D
@@ -169,7 +153,7 @@ def draft_kernel(
             phases.product(p_wide, p_qkv, p_parts, rows, pid, programs, E, 2 * H, S_QKV, BR, BN, BK, STAGES)
             phases.prefetch(p_o, rows, pid, H, HQ * D, S_O, False, BR, BN, BK, AHEAD_LONG)
             goal = phases.grid_barrier(p_count, goal)
-            mixing.attention(
+            keys = (
                 p_parts,
                 p_cos,
                 p_sin,
@@ -184,22 +168,9 @@ def draft_kernel(
                 stride_h,
                 nodes,
                 level,
-                B,
-                pid,
-                programs,
-                HQ,
-                HKV,
-                D,
-                S_QKV,
-                HALF,
-                TOP,
-                W,
-                SPLITS,
-                BM,
-                BNODES,
-                BJ,
-                SCALE,
-                STAGES_KV,
+            )
+            mixing.attention(
+                *keys, B, pid, programs, HQ, HKV, D, S_QKV, HALF, TOP, W, SPLITS, BM, BNODES, BJ, SCALE, STAGES_KV
             )
             goal = phases.grid_barrier(p_count, goal)
             mixing.join_splits(p_mix, p_peak, p_mass, p_mixed, rows * HQ, pid, programs, D, SPLITS)
@@ -222,24 +193,8 @@ def draft_kernel(
             )
             goal = phases.grid_barrier(p_count, goal)
         if turn == 0:
-            phases.keep_last(
-                p_hidden,
-                p_counts,
-                p_last,
-                p_readout,
-                p_lengths,
-                p_norm,
-                p_x,
-                limit,
-                pid,
-                programs,
-                B,
-                PAIRS,
-                H,
-                BH,
-                EPS,
-                FED_NORM,
-            )
+            fed = p_hidden, p_counts, p_last, p_readout, p_lengths, p_norm, p_x, limit
+            phases.keep_last(*fed, pid, programs, B, PAIRS, H, BH, EPS, FED_NORM)
             goal = phases.grid_barrier(p_count, goal)
         parents = tl.where(turn == 0, 1, TOP)
         base = tl.where(turn == 0, 0, TOP + level * TOP * TOP)
@@ -249,29 +204,8 @@ def draft_kernel(
         if turn < DEPTH:
             phases.prefetch(p_qkv, B * TOP, pid, E, 2 * H, S_QKV, False, BR, BN, BK, AHEAD_LONG)
         goal = phases.grid_barrier(p_count, goal)
-        phases.write_children(
-            p_keys,
-            p_high,
-            p_total,
-            p_score,
-            p_front,
-            p_d2t,
-            p_scores,
-            p_tokens,
-            p_parents,
-            B * parents,
-            parents,
-            base,
-            pid,
-            programs,
-            V,
-            T,
-            TOP,
-            M,
-            BT,
-            BC,
-            BTOP,
-        )
+        found = p_keys, p_high, p_total, p_score, p_front, p_d2t, p_scores, p_tokens, p_parents
+        phases.write_children(*found, B * parents, parents, base, pid, programs, V, T, TOP, M, BT, BC, BTOP)
         goal = phases.grid_barrier(p_count, goal)
     phases.leave(p_count, p_left)
 
@@ -643,7 +577,7 @@ def draft(
         scores,
         out_tokens,
         parents,
-        *s.buffers,
+        s.buffers,
         limit,
         k_cache.stride(0),
         k_cache.stride(1),
