@@ -17,10 +17,11 @@ from helpers.models import tiny_head, tiny_model
 from helpers.pages import snippets
 from helpers.patch import assert_same, snapshot
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 import fastspec
-from fastspec.kernels.quantised.reference import dequantised
+from fastspec.kernels.quantised.reference import StoredWeight, dequantised
 from fastspec.models import load_model
 from fastspec.patches.hf.quantised import format_of, read
 
@@ -176,6 +177,8 @@ def trace(model: Any) -> dict[str, Any]:
 def check(model: Any, dense: Any) -> None:
     """Assisted calls say what the dequantised model says, all weights as stored, and `unpatch` leaves no trace."""
     before, values, count = trace(model), bits(model), len(slots(model))
+    with FakeTensorMode(allow_non_fake_inputs=True):  # as a program is looked at before its first run
+        assert all(isinstance(read(module), StoredWeight) for _, module in slots(model))
     inputs = prompts(4, 9)
     expected = dense.generate(**inputs, **OPTIONS)
     fastspec.patch(model, eagle3=tiny_head(dense), stored=True)

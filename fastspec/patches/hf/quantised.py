@@ -63,8 +63,9 @@ class Format:
 
 
 def octets(codes: Tensor) -> Tensor:
-    """Codes of any dtype as bytes [M, B], in place."""
-    return codes.detach().view(torch.uint8)
+    """Codes of any dtype as bytes [M, B], in place. A class of tensors of another library is left behind first: torch
+    2.11 takes no operation on one where a program is looked at before its first run (kernels/ahead.py)."""
+    return codes.as_subclass(Tensor).detach().view(torch.uint8)
 
 
 def whole(weight: StoredWeight) -> Read:
@@ -181,7 +182,7 @@ def _bitsandbytes(module: Any) -> Read:
     inner = state.state2 if state.nested else None
     return whole(
         StoredWeight(
-            octets(weight.reshape(-1)).view(count, depth // 2),
+            octets(weight).view(count, depth // 2),
             kind,
             state.absmax.view(count, -1),
             (1, state.blocksize),
