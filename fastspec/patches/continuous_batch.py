@@ -25,7 +25,7 @@ from fastspec.devices import free_memory, made_current
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.capture import SPENT
 from fastspec.generation.constraint import AnyToken
-from fastspec.generation.drafters.base import Decoding, check_rows
+from fastspec.generation.drafters.base import Decoding, HostDrafter, check_rows
 from fastspec.generation.engine.call import Request
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.engine.handed import VerifyingRounds
@@ -122,6 +122,8 @@ class Continuous:
         """Counts since the batch was opened."""
         self._original = session.original(model, "generate")
         self.turns = 0
+        self._tries = False
+        """True in a warm-up, where drafts of the host have every size in turn."""
         """Turns of the rounds that have ended, which read prompts, decode rows, or do both."""
         self.ranks = ranks
         """The processes that hold the model together; the first takes prompts."""
@@ -266,11 +268,10 @@ class Continuous:
         rows, greedy and sampled; where these are captured there are also rounds held to grammars, unless several
         processes hold the model, and buffers have room for texts of `length` tokens from then on. A longer text makes
         them larger, and what was captured is captured anew, while all rows wait. None: as many tokens as a row has room
-        for, 3,968 at most, or as fit half of the free memory. N-gram drafts have graphs for many shapes of trees, of
-        which a warm-up sees some. To be called before prompts come: `stats` begin anew behind it. Of processes that
-        hold the model together the first one's call is that of all; in the others it does nothing. `told` is called
-        with (calls that are done, of how many). Raises Unsupported for a `length` below 1, and for rows without room
-        for an answer.
+        for, 3,968 at most, or as fit half of the free memory. N-gram drafts have rounds of every size of their trees.
+        To be called before prompts come: `stats` begin anew behind it. Of processes that hold the model together the
+        first one's call is that of all; in the others it does nothing. `told` is called with (calls that are done, of
+        how many). Raises Unsupported for a `length` below 1, and for rows without room for an answer.
         """
         length = self._warm_length() if length is None else length
         longest = min(length, self.max_length - WARM_NEW)
@@ -293,15 +294,22 @@ class Continuous:
         }
         tell = told or (lambda done, of: None)
         self._between_turns("reserve", room_for(length, rounds.engine.main.longest) if captures else 0)
-        for done, (lengths, options, constrained) in enumerate(calls):
-            tell(done, len(calls))
-            self._between_turns("narrow")  # each call in rounds of its own number of rows
-            texts = [torch.randint(vocabulary, (1, count), generator=numbers, device="cpu") for count in lengths]
-            ask = self._submit_constrained if constrained else self.submit
-            with self._changed:  # so that they come at once
-                futures = [ask(row, attention_mask=torch.ones_like(row), seed=0, **whole, **options) for row in texts]
-            for future in futures:
-                future.result()
+        self._between_turns("try", captures)
+        try:
+            for done, (lengths, options, constrained) in enumerate(calls):
+                tell(done, len(calls))
+                self._between_turns("narrow")  # each call in rounds of its own number of rows
+                texts = [torch.randint(vocabulary, (1, count), generator=numbers, device="cpu") for count in lengths]
+                ask = self._submit_constrained if constrained else self.submit
+                with self._changed:  # so that they come at once
+                    futures = [
+                        ask(row, attention_mask=torch.ones_like(row), seed=0, **whole, **options) for row in texts
+                    ]
+                for future in futures:
+                    future.result()
+        finally:
+            if self.alive:
+                self._between_turns("try", False)
         self._between_turns("begin")  # the last turn counts on behind its answers
         tell(len(calls), len(calls))
         return time.perf_counter() - began
@@ -346,9 +354,18 @@ class Continuous:
                 self._widths.reserve(*given)
             elif name == "narrow":
                 self._widths.needed.clear()
+            elif name == "try":
+                (self._tries,) = given
+                self._let_try()
             else:
                 self.stats.begin()
                 self._prefixes.forget()
+
+    def _let_try(self) -> None:
+        """Let drafters of the host have every size in turn, or not."""
+        for rounds in self._widths.made.values():
+            if isinstance(rounds.engine.drafter, HostDrafter):
+                rounds.engine.drafter.tries = self._tries
 
     @property
     def info(self) -> dict[str, str]:
@@ -515,6 +532,8 @@ class Continuous:
     def _turn(self) -> None:
         try:
             with self.session.turn.taken(device_of(self.model)):
+                if self._tries:  # there may be rounds of another number of rows by now
+                    self._let_try()
                 self._widths.turn()
                 self.turns += 1
         except Exception as error:

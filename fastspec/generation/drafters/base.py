@@ -256,6 +256,9 @@ class HostDrafter(Drafter):
     """A drafter on the host that learns from a few integers of every round, which a captured round reads back with its
     own result. `catch_up` is called after every round without drafts, with tokens on the host."""
 
+    tries = False
+    """True in a warm-up: rounds have trees of every size in turn, whatever they promise, and none."""
+
     @abstractmethod
     def digest(self, tree: TokenTree, verdict: Verdict, logits: Tensor, active: Tensor, steps: int) -> Tensor:
         """The integers [B, D] int64 that `update` needs of a round, of the first `steps` nodes of every path."""

@@ -209,6 +209,8 @@ class NasdDrafter(HostDrafter):
         nodes."""
         self.growths: list[Growth] | None = None
         """The trees of the next round, where they were looked up."""
+        self.tried = 0
+        """Place among the sizes of the last round that tried one, counted from 1; 0: it drafted nothing."""
         self.fruitless = 0
         """Look-ups in vain since the last drafts."""
         self.cursors: list[Cursor] = [storage.start() for storage in storages]
@@ -269,6 +271,9 @@ class NasdDrafter(HostDrafter):
             self.work(all_of_it=True)
 
     def pause(self) -> int:
+        if self.tries:
+            self.tried = (self.tried + 1) % (1 + len(self.costs))
+            return int(self.tried == 0)
         rests = self.budget.pause()
         if rests or not self.dear:
             return rests
@@ -318,7 +323,7 @@ class NasdDrafter(HostDrafter):
             )
             if self.vocabulary is not None:
                 check_drafts(storage, growths[-1].tokens, self.vocabulary)
-        self.size = best_size(growths, self.costs, self.trust)
+        self.size = sorted(self.costs)[self.tried - 1] if self.tries else best_size(growths, self.costs, self.trust)
         return growths
 
     def propose(self, extent: int) -> TokenTree:
@@ -343,7 +348,7 @@ class NasdDrafter(HostDrafter):
     def update(self, digest: list[list[int]], steps: int) -> None:
         """Count the emitted tokens of the active rows up to their end tokens, and the target's likeliest ones."""
         gains = [accepted for goes_on, accepted, *_ in digest if goes_on]
-        if gains:
+        if gains and not self.tries:  # what a try accepts says nothing of a text
             price = self.prices[self.size]
             self.budget.judge(sum(gains) / len(gains), price)
             self.budget.rounds = self._rest(price)

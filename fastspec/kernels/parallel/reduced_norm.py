@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec.kernels.launch import dependent
+from fastspec.kernels.launch import dependent, wait_for_previous
 from fastspec.kernels.layer import norms as layer
 from fastspec.kernels.layer.norms import norm_row, summed
 from fastspec.kernels.linear.launches import RowLaunch
@@ -148,8 +148,10 @@ def _drop(
     RANK: tl.constexpr,
     PROCESSES: tl.constexpr,
     LOOKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Wait for the message of the first row, of x's dtype, that all have sent, and make it blank."""
+    wait_for_previous(PDL)
     o_w = tl.arange(0, WORDS)
     m_w, p_mine, count = o_w < USED, space_of(p_addresses, RANK), tl.load(p_counts) + 1
     dtype: tl.constexpr = p_x.dtype.element_ty
@@ -245,6 +247,7 @@ def reduced_norm(
                 RANK=space.rank,
                 PROCESSES=space.processes,
                 LOOKS=MAX_LOOKS,
+                **dependent(normed.device),
             )
         raise
     return normed, total
