@@ -255,19 +255,11 @@ SERVED |= {"vllm-eagle3-3": "vLLM, EAGLE-3", "fastspec-eagle3": "fastspec, EAGLE
 def servers(files: Sequence[str] = ("serving_h100", "serving_qwen_h100"), names: Sequence[str] = tuple(SERVED)) -> str:
     """Tokens per second of servers by requests in flight; of streams and chats the times to first tokens too."""
     cells, cases = [], dict[tuple[Any, ...], dict[str, Row]]()
-    for row in (row for file in files for row in rows(file)):
-        way = row.get("way") or ("long" if row["long"] else "streamed" if row["streamed"] else "whole")
-        if way != "long":
-            cases.setdefault((row["model"], way, row["in_flight"]), {})[row["server"]] = row
+    for row in (row for file in files for row in rows(file) if row["way"] != "long"):
+        cases.setdefault((row["model"], row["way"], row["in_flight"]), {})[row["server"]] = row
     for (model, way, in_flight), found in cases.items():
-        cells.append(
-            [
-                NAMES.get(model, model),
-                way,
-                str(in_flight),
-                *(served(found[name]) if name in found else "" for name in names),
-            ]
-        )
+        line = [NAMES.get(model, model), way, str(in_flight)]
+        cells.append([*line, *(served(found[name]) if name in found else "" for name in names)])
     return markdown(["", "answers", "in flight", *(SERVED[name] for name in names)], cells)
 
 
