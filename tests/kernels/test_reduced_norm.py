@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from helpers.examples import examples
-from helpers.words import Group, near
+from helpers.words import Group, near, write
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -20,8 +25,10 @@ from fastspec.kernels.linear.launches import RowLaunch
 from fastspec.kernels.linear.linear import linear
 from fastspec.kernels.linear.reference import DeferredProduct, DeferredSum, Parts, joined
 from fastspec.kernels.parallel import joins, reduced_norm, reference
-from fastspec.kernels.parallel.words import Space, fits
+from fastspec.kernels.parallel.words import BLANK, NANS, ROWS, Space, fits, sum_words
 from fastspec.kernels.tuned_launches import forced
+
+ROOM = tl.constexpr(ROWS)
 
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is off"))
 CUDA = pytest.param(
@@ -194,6 +201,107 @@ def test_what_was_sent_counts_though_its_norm_failed(device, monkeypatch):
     for rank in range(2):
         assert near(norm(group, rank, own, scale, None, None), want)
     assert [counts[0].item() for counts in group.counts] == [2, 2]
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+@pytest.mark.parametrize(("behind", "count"), [("nothing", 0), ("product", 1), ("norm", 1)])
+def test_an_interrupt_leaves_no_words_and_waits_for_none(device, monkeypatch, behind, count):
+    """Before the product, behind its launch, or behind the norm's, which has read what came."""
+    group, dtype = Group(2, 24, torch.float16, device), torch.float16
+    own = DeferredProduct(torch.randn(1, 16).to(device, dtype), torch.randn(24, 16).to(device, dtype), None, linear)
+    scale = torch.ones(24, device=device, dtype=dtype)
+
+    def interrupted(run: Any, *given: Any, **more: Any) -> None:
+        if behind != "nothing":
+            run(*given, **more)
+        raise KeyboardInterrupt
+
+    if behind == "norm":
+        monkeypatch.setattr(
+            reduced_norm, "_reduced_norm", {(1,): partial(interrupted, reduced_norm._reduced_norm[(1,)])}
+        )
+    else:
+        monkeypatch.setattr(reduced_norm, "linear_row", partial(interrupted, reduced_norm.linear_row))
+    monkeypatch.setattr(reduced_norm, "MAX_LOOKS", 1000)
+    sent = joined(own)
+    if count:
+        write(group.spaces[0], sent[0], 1, 0, 1)
+    with pytest.raises(KeyboardInterrupt):
+        reduced_norm.reduced_norm(own, scale, 1e-5, None, None, None, None, group.seen[0])
+    wanted = group.blank()
+    if count:
+        write(wanted[1], sent[0], 0, 0, 1)
+    group.compare(0, wanted)
+    assert group.counts[0][0] == count
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [*product(("norm", "owned", "table", "columns"), (torch.float32, torch.float16)), ("product", torch.float16)],
+)
+def test_a_row_may_have_the_bits_of_a_blank(device, kind, dtype, monkeypatch):
+    """Other NaNs are sent for them: in every kind of message no word is left out."""
+    monkeypatch.setattr(reduced_norm, "OWNED_BYTES", 0 if kind == "owned" else 1 << 40)
+    monkeypatch.setattr(joins, "CHUNK", 16)
+    group, scale = Group(3, 16, dtype, device), torch.ones(16, device=device, dtype=dtype)
+    row, sent = scale[None].clone(), scale[None].clone()
+    row.view(torch.int32)[0, 5], sent.view(torch.int32)[0, 5] = BLANK.value, NANS.value
+    own: Tensor | DeferredProduct = row
+    if kind == "product":
+        own = DeferredProduct(torch.zeros(1, 8).to(row), torch.zeros(16, 8).to(row), row[0], linear)
+
+    def normed(space: Space) -> Tensor:
+        return reduced_norm.reduced_norm(own, scale, 1e-5, None, None, None, None, space)[1]
+
+    def columns(space: Space) -> Tensor:
+        return joins.gathered(row, 48, space).view(3, 16).sum(0, keepdim=True)
+
+    look = partial(joins.summed_rows, torch.zeros(1, dtype=torch.long, device=device), row, 0)
+    run = {"table": look, "columns": columns}.get(kind, normed)
+    for rank in (1, 2):  # the owner is another
+        rows = [sent] * 3
+        found = group.launch_with_owners(rank, rows, sent, run) if kind == "owned" else group.launch(rank, rows, run)
+        assert torch.equal(found.isnan(), row.isnan())
+
+
+@triton.jit
+def _guessing(p_mine, p_out, guess, count):
+    o_w = tl.arange(0, 16)
+    b_none, p_mine = tl.zeros((16,), tl.float32), p_mine.to(tl.pointer_type(tl.int32))
+    b_sum = sum_words(b_none, p_mine, 0, guess, count, o_w, o_w < 16, tl.float32, 16, True, 0, 2, ROOM, 16, 1000)
+    tl.store(p_out + o_w, b_sum)
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_a_wrong_guess_is_not_read(device):
+    """Of a count that is one behind: where it looks, the message after this one's may have come already."""
+    (space, _), out = Group(2, 16, torch.float32, device).spaces, torch.zeros(16, device=device)
+    for sender in range(2):
+        for count in (4, 5):
+            write(space, torch.full((16,), 10.0 * count + sender, device=device), sender, 0, count)
+    for guess in (3, 4):
+        _guessing[(1,)](space.data_ptr(), out, guess, 4)
+        assert torch.equal(out, torch.full_like(out, 81.0))
+
+
+@CPU.marks[0]
+def test_words_are_waited_for():
+    """Those of a row that come one after another, in any order."""
+    group = Group(2, 16, torch.float32, "cpu")
+    rows, scale = [torch.randn(1, 16) for _ in range(2)], torch.ones(16)
+    words = rows[1].view(torch.int32)[0]
+
+    def come() -> None:
+        for at in torch.randperm(16).tolist():
+            time.sleep(0.005)
+            group.spaces[0][1, 1, 0, at] = words[at]
+
+    sender = threading.Thread(target=come)
+    sender.start()
+    _, total = reduced_norm.reduced_norm(rows[0], scale, 1e-5, None, None, None, None, group.seen[0])
+    sender.join()
+    assert torch.equal(total, rows[0] + rows[1]) and bool((group.spaces[0] == BLANK.value).all())
 
 
 def test_a_process_without_rows_of_a_table_adds_nothing():

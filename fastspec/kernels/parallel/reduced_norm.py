@@ -28,6 +28,7 @@ from fastspec.kernels.linear.linear import row_launch_of
 from fastspec.kernels.linear.reference import DeferredProduct, DeferredSum, Parts, joined
 from fastspec.kernels.linear.row import linear_row
 from fastspec.kernels.parallel.words import (
+    BLANK,
     MAX_LOOKS,
     ROWS,
     Space,
@@ -150,14 +151,17 @@ def _drop(
     LOOKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Wait for the message of the first row, of x's dtype, that all have sent, and make it blank."""
+    """Wait for the message of the first row, of x's dtype, that all have sent, and make it blank, where this process's
+    own words stand: else it has sent none, or the norm has read it."""
     wait_for_previous(PDL)
     o_w = tl.arange(0, WORDS)
     m_w, p_mine, count = o_w < USED, space_of(p_addresses, RANK), tl.load(p_counts) + 1
     dtype: tl.constexpr = p_x.dtype.element_ty
-    sum_words(0.0, p_mine, 0, count, count, o_w, m_w, dtype, 2 * WORDS, True, RANK, PROCESSES, ROWS, WORDS, LOOKS)
-    make_all_blank(p_mine, 0, count, o_w, m_w, True, RANK, PROCESSES, ROWS, WORDS)
-    tl.store(p_counts, count)
+    b_own = tl.load(place_in(p_mine, RANK, 0, count, PROCESSES, ROWS, WORDS) + o_w, mask=m_w, other=0, volatile=True)
+    if tl.sum(((b_own == BLANK) & m_w).to(tl.int32), 0) == 0:
+        sum_words(0.0, p_mine, 0, count, count, o_w, m_w, dtype, 2 * WORDS, True, RANK, PROCESSES, ROWS, WORDS, LOOKS)
+        make_all_blank(p_mine, 0, count, o_w, m_w, True, RANK, PROCESSES, ROWS, WORDS)
+        tl.store(p_counts, count)
 
 
 def rms_norm(
@@ -202,9 +206,9 @@ def reduced_norm(
     x_rows = out_rows if isinstance(made, DeferredProduct) else layer.rows_of(values, "x")
     residual_rows = out_rows if residual is None else layer.rows_of(residual, "residual")
     block = max(16, triton.next_power_of_2(size))
-    if isinstance(made, DeferredProduct) and launch is not None:
-        linear_row(made.x.reshape(1, -1), made.weight, made.bias, None, launch, False, space=space)
-    try:
+    try:  # an interrupt may come behind either launch
+        if isinstance(made, DeferredProduct) and launch is not None:
+            linear_row(made.x.reshape(1, -1), made.weight, made.bias, None, launch, False, space=space)
         _reduced_norm[(len(out_rows),)](
             x_rows,
             residual_rows,
