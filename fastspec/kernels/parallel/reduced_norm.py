@@ -231,7 +231,7 @@ def reduced_norm(
             PROCESSES=space.processes,
             LOOKS=MAX_LOOKS,
             SENT=launch is not None,
-            OWNED=has_owners(shape.numel() * dtype.itemsize, space.processes),
+            OWNED=launch is None and has_owners(shape.numel() * dtype.itemsize, space.processes),
             ADD=residual is not None,
             PARTS=len(values) if isinstance(made, Parts) else 0,
             OFFSET=offset,
