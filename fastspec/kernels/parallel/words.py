@@ -22,8 +22,8 @@ from fastspec.kernels.layer.norms import MAX_SIZE
 from fastspec.kernels.parallel import symmetric
 
 ROWS = 128
-"""Rows that a space has room for: as many as a message has, whose programs each wait for another device's. They begin in
-the order of the rows, so that the first one that is not done is on every device, where not all of them are."""
+"""Rows that a space has room for: as many as a message has, whose programs each wait for another device's. They begin
+in the order of the rows, so that the first one that is not done is on every device, where not all of them are."""
 MAX_BYTES = 2 * 1024 * 1024
 """Of a message; longer ones take less time in two shots."""
 BLANK = tl.constexpr(-1)
