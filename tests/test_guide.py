@@ -117,6 +117,26 @@ def test_figures_of_times_are_those_of_their_rows() -> None:
         one("parallel_four_h200.jsonl", "round_ms", shape=f"llama-{size}", **four) for size in ("8b", "70b")
     )
     held("parallel.md", f"four make {1000 / small:.0f} and {1000 / large:.0f}")
+
+    def four_of(what: str, shape: str, method: str = "autoregressive", batch: int = 1, prefix: int = 2048) -> Any:
+        wanted = {"shape": shape, "method": method, "batch": batch, "prefix": prefix, "processes": 4}
+        return one("parallel_four_h200.jsonl", what, **wanted)
+
+    ratio = four_of("parts_ms", "llama-70b", "eagle3")["score"][1] / four_of("round_ms", "llama-70b")
+    held("../performance/expect.md", f"scores 60 nodes in {ratio:.2f} times the time of a token")
+    eight = [four_of("round_ms", "llama-70b", method, 8) for method in ("autoregressive", "eagle3")]
+    held(
+        "../performance/expect.md",
+        "Eight rows take {:.1f} ms a token, and {:.1f} ms a round of eight trees".format(*eight),
+    )
+    for shape, said in (
+        ("llama-8b", "{:.2f} ms a token and {:.2f} ms a round, with eight rows {:.2f} and {:.2f} ms"),
+        ("qwen3-30b-a3b", "{:.2f} and {:.2f} ms, with eight rows {:.2f} and {:.2f} ms"),
+    ):
+        long = [four_of("round_ms", shape, method, n, 32768) for n in (1, 8) for method in ("autoregressive", "eagle3")]
+        held("../performance/expect.md", said.format(*long))
+    answers = [one("parallel_four_h200.jsonl", "ms", what="cascade", answers=stage) for stage in ("small", "large")]
+    held("../performance/expect.md", "in {:.0f} ms where the stage answers, and in {:,.0f} ms".format(*answers))
     of_auto = {"way": "generate", "method": "eagle3", "tree": "auto", "new_tokens": 128}
     slower = [
         100 - 100 * one("oracle_h200.jsonl", "over_plain", shape=shape, rows=count, survival=[0.0], **of_auto)

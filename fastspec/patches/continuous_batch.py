@@ -122,9 +122,9 @@ class Continuous:
         """Counts since the batch was opened."""
         self._original = session.original(model, "generate")
         self.turns = 0
+        """Turns of the rounds that have ended, which read prompts, decode rows, or do both."""
         self._tries = False
         """True in a warm-up, where drafts of the host have every size in turn."""
-        """Turns of the rounds that have ended, which read prompts, decode rows, or do both."""
         self.ranks = ranks
         """The processes that hold the model together; the first takes prompts."""
         self._mail, self._numbers = PromptMail(), itertools.count()

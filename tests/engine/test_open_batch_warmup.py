@@ -31,8 +31,9 @@ def test_no_tree_of_n_grams_is_captured_after_a_warm_up(place: str, monkeypatch:
         ran.clear()
 
         def chosen(growths: Any, costs: dict[int, float], trust: float) -> int:
-            sizes.add(numbers.choice([*costs]))
-            return numbers.choice([*costs])
+            size = numbers.choice([*costs])
+            sizes.add(size)
+            return size
 
         monkeypatch.setattr(nasd, "best_size", chosen)
         for count, options in ((3, {}), (2, {}), (1, {}), (3, {"do_sample": True, "top_k": 4, "seed": 1})):

@@ -155,7 +155,7 @@ class Length:
     check: float = 0.0
 
     def goes_on(self, survival: float, expected: float, drafted: int) -> bool:
-        """Whether to draft one more token after `drafted` ones that yield `expected` tokens, bonus counted."""
+        """True where one more token pays after `drafted` ones that yield `expected` tokens, bonus counted."""
         return drafted < self.most and survival * (1 + drafted * self.cost) > self.cost * expected
 
     def price(self, drafted: int) -> float:

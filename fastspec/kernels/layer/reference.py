@@ -97,8 +97,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def gate_heads(x: Tensor, qkv: Tensor) -> Tensor:
-    """What heads have read, x [B, N, Hq, D], times the sigmoid of their gates [B, N, Hq * D], which stand behind the
-    queries of each head at the beginning of qkv [B, N, ...]; the sigmoid is rounded to x's dtype."""
+    """Values that heads have read, x [B, N, Hq, D], times the sigmoid of their gates [B, N, Hq * D], which stand behind
+    the queries of each head at the beginning of qkv [B, N, ...]; the sigmoid is rounded to x's dtype."""
     heads, size = x.shape[2:]
     gates = qkv[..., : 2 * heads * size].unflatten(-1, (heads, 2, size))[..., 1, :]
     return (x * torch.sigmoid(gates)).flatten(-2)

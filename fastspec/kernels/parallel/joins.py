@@ -1,8 +1,7 @@
 """Joins over the processes of one host through words in each other's memory: columns, the likeliest token, and a
 look-up in a shared table.
 
-x [..., M] in R rows. Columns go in chunks of CHUNK, each a message of its own and a program, all of which are on the
-device together.
+x [..., M] in R rows. Columns go in chunks of CHUNK, each a message of its own and a program.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ from fastspec.kernels.parallel.words import (
     to_words,
 )
 
-OWNED_BYTES = 1_000_000
+OWNED_BYTES = 500_000
 """Bytes saved from which on owners of rows pay: those that NVLink carries while the second message is on its way."""
 
 

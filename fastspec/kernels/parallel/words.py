@@ -25,11 +25,11 @@ ROWS = 128
 """Rows that a space has room for: as many as a message has, whose programs each wait for another device's. They begin
 in the order of the rows, so that the first one that is not done is on every device, where not all of them are."""
 MAX_BYTES = 2 * 1024 * 1024
-"""Of a message; longer ones take less time in two shots."""
+"""Bytes of a message at most; longer ones are added up in two shots."""
 BLANK = tl.constexpr(-1)
 """A word that has not come: in every dtype a NaN, or two."""
 NANS = tl.constexpr(0x7FFF7FFF)
-"""What is sent where a row has the BLANK's bits."""
+"""Word that is sent in place of one with the BLANK's bits."""
 MAX_LOOKS = 0 if INTERPRETED else 600_000_000
 """For a message that does not come, minutes of them: a process that waits for one that has failed ends with an
 error."""
@@ -93,7 +93,7 @@ def _space(group: dist.ProcessGroup, device: torch.device, words: int) -> tuple[
 
 
 _held: list[object] = []
-"""What the addresses are of."""
+"""Memory that the addresses are of."""
 
 
 @triton.jit

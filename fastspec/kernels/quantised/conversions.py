@@ -21,7 +21,7 @@ BASE = {torch.bfloat16: 0x43, torch.float16: 0x64}
 ONE = {torch.bfloat16: 0x3F80, torch.float16: 0x3C00}
 TWO_HALVES = {torch.bfloat16: "bf16x2", torch.float16: "f16x2"}
 E4M3 = {torch.bfloat16: (4, 0x07F0, 120), torch.float16: (1, 0x3F80, 8)}
-"""How far a code in a half's high byte is shifted down, the bits that it then takes, and the power of 2."""
+"""Shift of a code in a half's high byte, down, the bits that it then takes, and the power of 2."""
 
 
 def _twice(half: int) -> str:

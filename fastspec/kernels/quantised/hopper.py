@@ -473,10 +473,11 @@ def takes(x: Tensor, weight: StoredWeight) -> bool:
 
 def launch_of(weights: Sequence[StoredWeight], rows: int, gated: bool, apart: bool = False) -> HopperLaunch:
     """The launch of weights beside each other, or of a gate and an up part; with `apart` of programs for each part of a
-    depth, that are left to a norm. Found on an H200 for the shapes of a model of 8 billion weights, over weights that
-    were not in the L2; how parts are summed changes no bit. As many programs stand side by side on a multiprocessor as
-    there are: that hides more than stages do. More than SIDEWAYS rows take tiles that read rows half as often. Nested
-    scales have shorter stages, for the registers' sake."""
+    depth, that are left to a norm. Those of up to SIDEWAYS rows, without a table, were found on an H200 for the shapes
+    of a model of 8 billion weights, over weights that were not in the L2; the others by counting registers and
+    instructions. How parts are summed changes no bit. As many programs stand side by side on a multiprocessor as there
+    are: that hides more than stages do. More than SIDEWAYS rows take tiles that read rows half as often. Nested scales
+    have shorter stages, for the registers' sake."""
     one, parts = weights[0], 1 if gated else min(map(parts_of, weights))
     bits, table, nested, cut = one.kind.bits, bool(one.kind.table), one.nested is not None, one.depth // parts
     side = parts if not apart and parts * rows <= SIDEWAYS else 1

@@ -47,7 +47,7 @@ class Codes:
     high_first: bool = False
     """True where the high half of a byte comes before the low one."""
     table: tuple[float, ...] = ()
-    """What the codes are places in."""
+    """Numbers that the codes are places of."""
 
 
 INT8 = Codes(8, Numbers.SIGNED)
@@ -94,7 +94,7 @@ class StoredWeight:
     depth: int
     """K."""
     dtype: torch.dtype | None
-    """What its library dequantises to; None: the activations' dtype."""
+    """dtype that its library dequantises to; None: that of the activations."""
     zeros: Tensor | None = None
     """Zero points, contiguous, where m is 1: int8 [M, G], or codes [ceil(M / c), G] int32 with those of c = 32 / bits
     lines in a word, the first line's lowest, which stand for themselves less `Codes.less`."""
