@@ -4,8 +4,9 @@
 
 Greedy, SmolLM2-135M-Instruct with its EAGLE-3 head, or another model; a row for each kernels, dtype, assistant and
 batch: answers equal to those of `autoregressive`, one prompt at a time, by the same kernels; where the others first
-differ (the median), new tokens a second, after two batches that compile, and the acceptance length of the last call.
-`oracle` drafts by a head with random weights, and then as oracle.py does; `open` is `nasd` in a ContinuousBatch.
+differ (the median), new tokens a second, after two batches that compile, and the acceptance length of all calls.
+`oracle` drafts as oracle.py does, `speculative` with all layers but two; `known` is `nasd` whose n-grams have read the
+answers before, `open` `nasd` in a ContinuousBatch.
 """
 
 from __future__ import annotations
@@ -28,17 +29,19 @@ from fastspec.programs.compare import first_difference
 from fastspec.programs.training.data import encode_prompts, read_prompts
 
 
-def answers(model: Any, texts: list[list[int]], assistant: Any, batch: int, length: int) -> tuple[Any, float]:
-    """The new tokens of every text, up to the end token, and the seconds of all calls."""
-    found, began = [], time.perf_counter()
+def answers(model: Any, texts: list[list[int]], assistant: Any, batch: int, length: int) -> tuple[Any, float, float]:
+    """The new tokens of every text, up to the end token, the seconds of all calls, and their acceptance length."""
+    found, began, tokens, rounds = [], time.perf_counter(), 0, 0
     if assistant == "open":
         with fastspec.continuous(model, "nasd", batch) as held:
             given = [held.submit(torch.tensor(text), max_new_tokens=length, do_sample=False) for text in texts]
             found = [each.result()[0, len(text) :].tolist() for each, text in zip(given, texts, strict=True)]
-        return found, time.perf_counter() - began
+            return found, time.perf_counter() - began, held.stats.acceptance_length
     for first in range(0, len(texts), batch):
         found += generate(model, texts[first : first + batch], assistant, length, {"do_sample": False})
-    return found, time.perf_counter() - began
+        last = fastspec.report(model).last
+        tokens, rounds = tokens + last.round_tokens, rounds + last.row_rounds
+    return found, time.perf_counter() - began, tokens / max(1, rounds)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -52,31 +55,28 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--assistants", nargs="+", default=["autoregressive", "eagle3", "nasd", "speculative"])
     parser.add_argument("--kernels", nargs="+", choices=["exact", "fast"], default=["exact", "fast"])
     asked = parser.parse_args(arguments)
-    device, _ = device_here()
-    model, tokenizer = load_model(asked.model)
-    files = {path.stem: read_prompts(path)[: asked.prompts] for path in asked.prompts_files}
-    texts = {name: encode_prompts(tokenizer, prompts) for name, prompts in files.items()}
-    for dtype, kernels in product(asked.dtypes, asked.kernels):
+    device, (model, tokenizer) = device_here()[0], load_model(asked.model)
+    texts = {path.stem: encode_prompts(tokenizer, read_prompts(path)[: asked.prompts]) for path in asked.prompts_files}
+    for dtype, exact in product(asked.dtypes, [each == "exact" for each in asked.kernels]):
         model = model.to(device, getattr(torch, dtype))
         head = SMOLLM2 if asked.model == SMOLLM2 else make_head(model, 32000)
-        with fastspec.patched(model, eagle3=head, exact=kernels == "exact"):
+        with fastspec.patched(model, eagle3=head, exact=exact):
             for name, rows in texts.items():
                 plain = answers(model, rows, "autoregressive", 1, asked.new)[0]
                 oracle = Oracle(answers=dict(zip(map(tuple, rows), plain, strict=True)))
-                made_of: Row = {"speculative": fastspec.Speculative(early_exit=10)}
-                made_of["oracle"] = oracle.decoding(fastspec.Eagle3(), model)
+                made_of: Row = {"known": fastspec.Nasd(storage=fastspec.NgramStorage())}
+                made_of |= {"oracle": oracle.decoding(fastspec.Eagle3(), model)}
+                made_of["speculative"] = fastspec.Speculative(gamma=3, early_exit=model.config.num_hidden_layers - 2)
                 for assistant, batch in product(asked.assistants, asked.batches):
                     made = made_of.get(assistant, assistant)
-                    answers(model, rows[: 2 * batch], made, batch, asked.new)
-                    said, seconds = answers(model, rows, made, batch, asked.new)
+                    answers(model, rows if assistant == "known" else rows[: 2 * batch], made, batch, asked.new)
+                    said, seconds, acceptance = answers(model, rows, made, batch, asked.new)
                     apart = [first_difference(a, b) for a, b in zip(said, plain, strict=True) if a != b]
-                    last = fastspec.report(model).last
-                    row: Row = {"exact": kernels == "exact", "model": asked.model, "prompts": name}
-                    row |= {"assistant": assistant, "batch": batch}
-                    row |= {"answers": len(plain), "equal": len(plain) - len(apart)}
+                    row: Row = {"exact": exact, "model": asked.model, "prompts": name, "assistant": assistant}
+                    row |= {"batch": batch, "answers": len(plain), "equal": len(plain) - len(apart)}
                     row["first_difference"] = statistics.median(apart) if apart else None
                     row["tokens_per_second"] = round(sum(map(len, said)) / seconds, 1)
-                    row["acceptance"] = None if last is None else round(last.acceptance_length, 2)
+                    row["acceptance"] = round(acceptance, 2)
                     write(asked.out, row | place(device, dtype), [*row, "dtype"])
 
 
