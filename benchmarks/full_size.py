@@ -356,6 +356,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--methods", default="autoregressive,eagle3")
     parser.add_argument("--drafter", default="auto", choices=FUSED, help="fused: one launch for the draft phase")
     parser.add_argument("--weights", type=names, default=["dense"], help=f"as stored: {', '.join(STORED)}, with commas")
+    parser.add_argument("--tree", default="60,7,10", help="nodes, depth and children of a round of eagle3")
     parser.add_argument("--sums", type=names, default=["fast"], help="fast, exact (`patch(exact=True)`), with commas")
     args = parser.parse_args(arguments)
     device, _ = device_here()
@@ -375,7 +376,7 @@ def main(arguments: list[str] | None = None) -> None:
     def measure(model: Any, head: EagleHead, base: dict[str, Any]) -> None:
         """The rows of one model behind one length of text, in one number of rows."""
         ids = torch.randint(10, model.config.vocab_size, (base["batch"], base["prefix"]), device=device)
-        tree = tree_of("60,7,10", fused=FUSED[args.drafter])
+        tree = tree_of(args.tree, fused=FUSED[args.drafter])
         for sums, method, bits in product(args.sums, args.methods.split(","), args.head_bits):
             if method == "autoregressive" and bits != args.head_bits[0]:  # it has no head
                 continue
@@ -389,9 +390,8 @@ def main(arguments: list[str] | None = None) -> None:
                 tell(model, row | {"drafter_read_bytes": (tree.depth + 1) * size} | found)
         with fastspec.patched(model, eagle3=head, backend=args.backend):
             touched = {"experts_read": experts_read(model, ids, "autoregressive") if args.peers != "none" else None}
-        static = {"cache_implementation": "static"}  # last: it leaves a compiled forward behind
-        ways = [("sdpa", "transformers", min(args.tokens, 24), {})]
-        ways += [("static-compile", "static-compile", args.tokens, static)]
+        ways = [("sdpa", "transformers", min(args.tokens, 24), {})]  # the next one leaves a compiled forward behind
+        ways += [("static-compile", "static-compile", args.tokens, {"cache_implementation": "static"})]
         for name, method, tokens, options in ways:
             if name in args.peers:
                 found = peer(model, ids, tokens, args.calls, **options)

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 from common import Row, device_here, free_memory, parser_of, place, timed, tree_of, write
-from full_size import SHAPES, config_of, make_empty, make_head, make_model
+from full_size import SHAPES, STORED, config_of, make_empty, make_head, make_model
 
 import fastspec
 from fastspec.errors import FastSpecError
@@ -46,7 +46,7 @@ LONG = 8192
 CASES = ((1, 2048), (1, 512), (8, 512), (32, 512), (128, 512), (256, 512), (1, LONG), (1, 32768), (1, 130816))
 """(rows, tokens before) of a shape; the longest leaves room for an answer in 131,072 positions."""
 ROUND = (1, 2048)
-"""The case of a head's rounds, where it is among the cases."""
+"""The case of a head's rounds, where it is among them."""
 TREE = tree_of("60,7,10")
 
 
@@ -76,13 +76,13 @@ def of_shape(name: str, run: Run) -> Iterator[Row]:
     todo: list[tuple[str, Case]] = [("plain", case) for case in args.cases]
     if not args.no_round:
         todo.insert(1, ("eagle3", args.round or (ROUND if ROUND in args.cases else args.cases[0])))
-    size = config_of(name).vocab_size
-    batches = {each: torch.randint(10, size, each[1], device=device) for each in todo}
+    batches = {each: torch.randint(10, config_of(name).vocab_size, each[1], device=device) for each in todo}
     with tempfile.TemporaryDirectory() as folder:
         model = make_empty(name, dtype) if args.processes > 1 else make_model(name, device, dtype)
         head = make_head(model, args.draft_vocab)
         if args.processes == 1:
-            with fastspec.patched(model, eagle3=head):
+            STORED[args.fp8 or "dense"](model)
+            with fastspec.patched(model, eagle3=head, stored=bool(args.fp8) or None):
                 for method, case in list(batches):
                     shown = f"{name}, {method}, {case[0]} x {case[1]}"
                     found = run.tried(shown, partial(own_rows, model, batches[method, case], method, args.new))
@@ -145,7 +145,7 @@ def their_rows(
         twice, runs = long or chain is not None or args.processes > 1, LONG_RUNS if long else RUNS
         counts = (args.new, 1) if twice else (args.new,)
         batches = [ids for ids in chosen.values() for _ in counts]
-        sizes = {"memory": args.memory, "processes": args.processes}
+        sizes = {"memory": args.memory, "processes": args.processes, "quantization": args.fp8}
         sizes |= {"cache_bytes": None if args.cache_gib is None else int(args.cache_gib * 2**30)}
         asked = {"exact_length": True, "head": head, "dummy": True, "warmup": COMPILES, "runs": runs}
         job = PeerJob(target, dtype, batches, counts * len(chosen), **asked, **sizes)
@@ -188,6 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--new", type=int, default=128, help="new tokens")
     parser.add_argument("--draft-vocab", type=int, default=32000)
     parser.add_argument("--chains", nargs="*", type=int, default=[5], help="drafts of vLLM's chains")
+    parser.add_argument("--fp8", action="store_const", const="fp8", help="weights in FP8, and vLLM's activations")
     parser.add_argument("--memory", type=float, default=MEMORY, help="share of the device that vLLM takes")
     parser.add_argument("--cache-gib", type=float, help="vLLM's keys and values; by default all that it finds free")
     parser.add_argument("--processes", type=int, default=1, help="GPUs that hold the model: vLLM alone")
@@ -201,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shown = ("model", "rows", "before", "engine", "method", "tokens_per_second", "first_token_s", "round_ms")
     for name in args.shapes:
         for row in of_shape(name, run):
-            write(args.out, {"model": name, **row, **where}, shown)
+            write(args.out, {"model": name, "weights": args.fp8 or "dense", **row, **where}, shown)
     if run.failed:
         raise SystemExit(f"failed: {'; '.join(run.failed)}")
 

@@ -81,6 +81,8 @@ class PeerJob:
     """Of its keys and values, where it shall not measure for itself how much of `memory` is left for them."""
     processes: int = 1
     """GPUs of this host that hold the model together."""
+    quantization: str | None = None
+    """Form that the engine makes of 16-bit weights, by its own name for it."""
 
     @property
     def new(self) -> list[int]:
@@ -103,6 +105,8 @@ class PeerJob:
         }
         if self.cache_bytes is not None:
             options["kv_cache_memory_bytes"] = self.cache_bytes
+        if self.quantization is not None:
+            options["quantization"] = self.quantization
         if self.processes > 1:
             options["tensor_parallel_size"] = self.processes
         if self.dummy:
