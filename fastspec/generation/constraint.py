@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from fastspec.devices import constant
 from fastspec.generation.tree import TokenTree
 
 Nodes = tuple[list[list[int]], list[list[int]]]
@@ -96,7 +96,7 @@ def raised(row: int, error: BaseException) -> None:
     raise error
 
 
-@cache
+@constant
 def unset_bits(device: torch.device) -> Tensor:
     """Of each byte of a mask eight bytes [256] int64, which are 1 where its bits are 0."""
     unset = [sum((~byte >> bit & 1) << 8 * bit for bit in range(8)) for byte in range(256)]

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 import fastspec
 from fastspec.errors import Unsupported
 from fastspec.generation import capture
+from fastspec.generation.constraint import unset_bits
 from fastspec.kernels import ahead
+from fastspec.kernels.quantised import reference
+from fastspec.kernels.quantised.conversions import pair_table
 from fastspec.patches import backends
 from fastspec.patches.assistants.fused import FusedDrafter
 
@@ -160,6 +164,8 @@ def test_a_look_holds_no_tensor():
 import gc, weakref
 import torch
 from fastspec.kernels import ahead
+from fastspec.kernels.quantised import reference
+from fastspec.kernels.quantised.conversions import pair_table
 gc.collect()
 gc.disable()
 def look():
@@ -172,6 +178,20 @@ print([found() is None for found in look()])
     environment = os.environ | {"PYTHONPATH": str(SCRIPT.parents[1])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.stdout == "[True, True]\n", done.stderr
+
+
+def test_tables_that_a_look_makes_first_have_data():
+    """Numbers of codes, pairs of them, and bits of masks are kept between calls: a look is the first that asks."""
+    for make, given in (
+        (reference.table, (reference.NF4, torch.device("cpu"))),
+        (pair_table, (reference.NF4, torch.bfloat16, torch.device("cpu"))),
+        (unset_bits, (torch.device("cpu"),)),
+    ):
+        make.cache_clear()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ahead._look(lambda make=make, given=given: make(*given), ahead.Collector())
+        assert type(make(*given)) is torch.Tensor
 
 
 def test_what_cannot_be_looked_at_compiles_as_it_runs(monkeypatch):
@@ -240,6 +260,8 @@ import torch
 from triton.runtime import _async_compile
 del _async_compile.active_mode
 from fastspec.kernels import ahead
+from fastspec.kernels.quantised import reference
+from fastspec.kernels.quantised.conversions import pair_table
 from fastspec.patches.backends import triton_ops
 print(triton_ops().name)
 with warnings.catch_warnings(record=True) as told:

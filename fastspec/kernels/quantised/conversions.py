@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from fastspec.devices import constant
 from fastspec.kernels.quantised.reference import Codes, Numbers
 
 BASE = {torch.bfloat16: 0x43, torch.float16: 0x64}
@@ -173,7 +174,7 @@ FILL = (
 """Writes the lane's copy of the word `$1`, which is `$2`."""
 
 
-@lru_cache
+@constant
 def pair_table(kind: Codes, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Words of the two numbers of each byte of a table's codes, the high half first: [256] int32."""
     numbers = torch.tensor(kind.table, device="cpu").to(dtype).view(torch.int16).to(torch.int32) & 0xFFFF

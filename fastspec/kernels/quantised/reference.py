@@ -13,13 +13,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fastspec.devices import constant
 from fastspec.kernels.linear import reference as linear_reference
 from fastspec.kernels.linear.reference import SWIGLU, Activation, Expert
 
@@ -145,7 +146,7 @@ def halves(codes: Tensor, kind: Codes) -> Tensor:
     return torch.stack((high, low) if kind.high_first else (low, high), -1).flatten(-2)
 
 
-@lru_cache
+@constant
 def table(kind: Codes, device: torch.device) -> Tensor:
     """A kind's table: [16] fp32."""
     return torch.tensor(kind.table, device=device)
