@@ -25,7 +25,7 @@ MOST = 2**30
 GOLDEN = 0x9E3779B97F4A7C15
 """2**64 over the golden ratio, for multiplicative hashing (Knuth, volume 3, 6.4)."""
 WRAPPED = GOLDEN - (1 << 64)
-"""The same in torch's signed 64 bits."""
+"""The same in signed 64 bits."""
 
 _times = itemgetter(1)
 
