@@ -56,7 +56,7 @@ class AnyToken:
     words: int
 
     def fill(self, masks: Tensor, answer: list[int], tokens: list[int], parents: list[int]) -> None:
-        masks.fill_(-1)
+        allow_all(masks)
 
     def follow(self, answer: list[int]) -> None:
         """Nothing depends on the answer."""
@@ -89,6 +89,12 @@ def roots_of(rows: int) -> Nodes:
     """`nodes_of` of roots alone."""
     roots = [[0]] * rows
     return roots, roots
+
+
+def allow_all(masks: Tensor) -> None:
+    """Set all bits of masks [..., words] on the host. Not by torch, which wakes a thread for every core from 32,768
+    words on: beside other programs a round would wait for the slowest of them, for longer than its pass takes."""
+    masks.numpy()[...] = -1
 
 
 def raised(row: int, error: BaseException) -> None:
@@ -149,9 +155,9 @@ class Masks:
             except BaseException as error:
                 failed(row, error)
         if together:
-            roots = here[:, 0]
-            packed = roots if most == roots.shape[1] else roots[:, :most].contiguous()
-            together[0][0].fill_rows(together, packed)
+            roots = here[:, 0].numpy()
+            packed = roots if most == roots.shape[1] else roots[:, :most].copy()
+            together[0][0].fill_rows(together, torch.from_numpy(packed))
             if packed is not roots:
                 roots[:, :most] = packed
         for constraint, row in together:
@@ -172,7 +178,9 @@ class Masks:
             self.there = self.memory if self.device.type == "cpu" else self.memory.to(self.device)
         self.words = self.there[:count].view(shape)
         """The round's masks [B, N, W] on the device."""
-        return self.memory[:count].view(shape).fill_(-1)
+        found = self.memory[:count].view(shape)
+        allow_all(found)
+        return found
 
     def _bring(self) -> None:
         if self.device.type != "cpu":

@@ -158,6 +158,53 @@ def test_drafts_go_on_from_tokens_that_are_not_counted_yet(dear):
     assert drafter.pause() == 0 and drafter.propose(0).tokens[0, :3].tolist() == [6, 7, 8]
 
 
+def known(drafter: NasdDrafter, row: int = 0) -> set[tuple[int, ...]]:
+    """Contexts of a row with what was counted after them."""
+    storage = drafter.storages[row]
+    assert isinstance(storage, fastspec.NgramStorage)
+    tallies = storage.tallies
+    return {(*storage._tokens(node), *sorted(tallies.entries(node))) for node in range(len(tallies)) if node}
+
+
+@pytest.mark.parametrize("storage", ["ngram", "one_level", "suffix"])
+@pytest.mark.parametrize("counted", [0, 60, 120, 1000])
+@pytest.mark.parametrize("beyond", [1, 9, nasd.BEYOND])
+def test_the_next_turn_goes_on_with_what_was_counted(dear, storage, counted, beyond):
+    """Of a conversation's last turn, whether that was counted to its end or not; the row itself goes on as before."""
+    config = fastspec.Nasd(storage=storage)
+    text, more = [*range(3, 90), 3, 4, 5, *range(90, 90 + nasd.BEYOND)], [3, 4, 7, 8, 3, 4]
+    row = drafter_of(1, text, config)
+    row.quota = counted
+    row.work()
+    before, left = repr(row.storages[0]), len(row.unread[0])
+    count = len(text) - beyond
+    twin = NasdDrafter(config, [storage_of(config)], torch.device("cpu"), BYTES)
+    assert twin.take_prefix(row, 0, count) == count
+    behind = [*text[count:], *more]
+    twin.begin(torch.tensor([behind[:-1]]), torch.tensor([len(behind) - 1]), torch.empty(0), torch.tensor([more[-1]]))
+    assert twin.heard == [len(text) + len(more)] and len(twin.unread[0]) <= left + len(behind)
+    twin.work(all_of_it=True)
+    cold = drafter_of(1, [*text, *more], config)
+    cold.work(all_of_it=True)
+    cursors = [each.storages[0].step(each.storages[0].start(), 4) for each in (twin, cold)]
+    found, wanted = (each.storages[0].look(cursor) for each, cursor in zip((twin, cold), cursors, strict=True))
+    assert found == wanted
+    if storage == "ngram" and beyond <= left:
+        assert known(twin) == known(cold)
+    assert (repr(row.storages[0]), len(row.unread[0])) == (before, left) and row.heard == [len(text)]
+
+
+def test_counts_of_another_text_and_of_a_storage_that_all_rows_have_are_not_taken_over(dear):
+    """A text of which more than an answer's end is left may be somebody else's; so it is of a row that goes on."""
+    row, config = drafter_of(1, [*range(3, 90)]), fastspec.Nasd(storage=fastspec.NgramStorage(4))
+    twin = NasdDrafter(fastspec.Nasd(), [storage_of(fastspec.Nasd())], torch.device("cpu"), BYTES)
+    assert twin.take_prefix(row, 0, 87 - nasd.BEYOND - 1) == 0 == twin.take_prefix(row, 0, 88)
+    assert not twin.unread[0] and len(twin.storages[0].edges) == 0
+    shared = [NasdDrafter(config, [config.storage], torch.device("cpu"), BYTES) for _ in range(2)]
+    shared[0].begin(torch.arange(3, 90)[None], torch.tensor([87]), torch.empty(0), torch.tensor([90]))
+    assert shared[1].take_prefix(shared[0], 0, 87) == 0 and shared[1].storages[0] is config.storage
+
+
 @pytest.mark.parametrize("captures", [True, False])
 def test_a_storage_that_is_kept_has_counted_all_of_a_call(dear, monkeypatch, captures):
     if captures:

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from helpers.examples import examples
+from helpers.threads import GRAIN, Writes
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -104,6 +105,16 @@ def test_edges_are_numbered_like_the_keys_of_a_dictionary():
     assert len(edges) == len(naive)
     assert all(edges.find(*pair) == number and edges.ends(number) == pair for pair, number in naive.items())
     assert 2 * len(edges) <= len(edges.slots) == edges.mask + 1
+
+
+def test_no_thread_of_torch_is_woken_to_enlarge_a_table():
+    """Of as many edges as would take several: rounds wait for whoever counts."""
+    edges = Edges()
+    with Writes() as writes:
+        for number in range(1, 2 * GRAIN):
+            edges.add(number, 7 * number)
+    assert len(edges.slots) > 2 * GRAIN and not writes.wakes
+    assert all(edges.find(number, 7 * number) == number for number in range(1, 2 * GRAIN, 97))
 
 
 @every_kind

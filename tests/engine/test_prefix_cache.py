@@ -90,6 +90,26 @@ def test_a_conversation_is_answered_as_cold_and_read_once(monkeypatch, read, kin
             assert [count for count in read if count > 1] == expected
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_n_grams_of_a_conversation_are_counted_once(monkeypatch, captured):
+    """And not anew with each turn."""
+    if captured:
+        stand_in(monkeypatch)
+        monkeypatch.setattr("fastspec.patches.continuous_batch.LEAST_CAPTURED", 2)
+    counted, feed = [0], fastspec.NgramStorage.feed
+
+    def feeding(self: Any, cursor: Any, token: int, fillers: Any = ()) -> Any:
+        counted[0] += 1
+        return feed(self, cursor, token, fillers)
+
+    monkeypatch.setattr(fastspec.NgramStorage, "feed", feeding)
+    plain, model = shallow_model(**LENGTH), fastspec.patch(shallow_model(**LENGTH))
+    with fastspec.continuous(model, "nasd", rows=4, max_length=256) as batch:
+        counted[0] = 0
+        talk(batch, plain)
+    assert counted[0] <= 12 + TURNS * (ASKED + ANSWERED + fastspec.Nasd().gamma)
+
+
 @pytest.fixture
 def small_rings(monkeypatch) -> None:
     """Rings of 48 slots, which texts go round in."""

@@ -75,10 +75,16 @@ def test_what_is_urgent_waits_for_no_pace() -> None:
         for queue in queues[:2]:
             mail.post(queue, "begun")
         await asyncio.sleep(0)
-        mail.post(queues[0], "on")
+        for item in ("on", "and on"):
+            mail.post(queues[0], item)
+            mail.post(queues[1], item)
         mail.post(queues[2], "first", urgent=True)
+        mail.post(queues[1], "end", urgent=True)
         await asyncio.sleep(0)
-        assert [all_of(queue) for queue in queues] == [["begun", "on"], ["begun"], ["first"]]
+        assert [all_of(queue) for queue in queues] == [["begun"], ["begun", "on", "and on", "end"], ["first"]]
+        mail.post(queues[0], "later")
+        await asyncio.sleep(3 * LONGEST_PACE)
+        assert [all_of(queue) for queue in queues] == [["on", "and on", "later"], [], []]
 
     asyncio.run(run())
 

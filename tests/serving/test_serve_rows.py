@@ -72,6 +72,29 @@ def test_rounds_that_wait_are_read_in_one_go_and_say_the_same() -> None:
     asyncio.run(run())
 
 
+def test_the_end_of_an_answer_waits_for_no_pace() -> None:
+    """Its client may ask again, in a row that stands idle until then."""
+
+    async def run() -> None:
+        row, _, answer = row_of()
+        others = [asyncio.Queue[Any]() for _ in range(20)]
+        for other in others:
+            row.answers.mail.post(other, "begun")
+        events = asyncio.ensure_future(told(row))
+        row.put_round(StreamedRound([97]))
+        await asyncio.sleep(0)  # from now on the next wake-up is some readers' pace away
+        for other in others:
+            row.answers.mail.post(other, "on")
+        row.put_round(StreamedRound([98]))
+        answer.set_result(None)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert events.done() and [type(event) for event in events.result()] == [Content, Content, End]
+        assert [other.qsize() for other in others] == [1] * len(others)
+
+    asyncio.run(run())
+
+
 def test_rounds_and_stages_that_are_told_of_keep_their_order() -> None:
     """Also where what waits is read later than the next of them comes."""
 

@@ -187,6 +187,14 @@ class Drafter(Buffered, ABC):
         (`Decoding.taps`), and `begin` takes the whole prompt."""
         raise NotImplementedError(f"{type(self).__name__} cannot go on from a part of a text")
 
+    def take_prefix(self, other: Drafter, source: int, count: int) -> int:
+        """Take what row `source` of another drafter knows of its first `count` tokens -> how many of the prompt's
+        tokens `begin` is not given: all of these by `resume`, where it is overridden, else none."""
+        if not self.resumes:
+            return 0
+        self.resume(other, source, count)
+        return count
+
     @property
     def resumes(self) -> bool:
         """True where `begin` takes what is behind the tokens of `resume`."""

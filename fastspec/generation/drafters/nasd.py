@@ -8,6 +8,7 @@ section 3).
 
 from __future__ import annotations
 
+import copy
 import heapq
 import math
 import time
@@ -143,6 +144,9 @@ PROBES = 0.02
 """Target passes a round, on average, that looking up again may cost while it does not pay."""
 LAG = 16
 """Tokens of a row at most that its drafts go on from although they are not counted yet."""
+BEYOND = 32
+"""Tokens of a row's text at most that are no part of a prompt which begins like it, for its counts to be taken over:
+the last token, and what a round emitted behind an answer's limit. A text of which more is left is another one."""
 MARGIN = 1.1
 """Tokens per cost that drafts have to promise, over those of a round without, where look-ups are dear."""
 SPARSE = 1.3
@@ -218,6 +222,8 @@ class NasdDrafter(HostDrafter):
         likeliest ones beside each."""
         self.unread: list[deque[tuple[int, Sequence[int]]]] = [deque() for _ in storages]
         self.roots, self.active = [0] * len(storages), [True] * len(storages)
+        self.heard = [0] * len(storages)
+        """Tokens of each row's text, those in `unread` included."""
 
     def hint(self, texts: Sequence[Sequence[int]]) -> None:
         for storage, text in zip(self.storages, texts, strict=True):
@@ -228,8 +234,29 @@ class NasdDrafter(HostDrafter):
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
         self.roots = root.tolist()
         for row, (text, real) in enumerate(zip(ids.tolist(), counts.tolist(), strict=True)):
-            self.unread[row].extend([(token, ()) for token in (*text[:real], self.roots[row])])
+            self._hear(row, [(token, ()) for token in (*text[:real], self.roots[row])])
         self._heard()
+
+    def _hear(self, row: int, tokens: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Take tokens of a row, with the target's likeliest ones beside each."""
+        self.unread[row].extend(tokens)
+        self.heard[row] += len(tokens)
+
+    def take_prefix(self, other: Drafter, source: int, count: int) -> int:
+        """Go on with a copy of a row's storage, where the prompt goes on with the row's whole text: the next turn of a
+        conversation, whose tokens were counted."""
+        assert isinstance(other, NasdDrafter)
+        beyond = other.heard[source] - count
+        if not isinstance(self.config.storage, str) or not 0 <= beyond <= BEYOND:
+            return 0
+        unread, cursor = deque(other.unread[source]), other.cursors[source]
+        self.storages[0] = copy.deepcopy(other.storages[source])
+        if beyond > len(unread):  # some of these tokens were counted: the prompt's own follow them as another text's
+            cursor = self.storages[0].start()
+        for _ in range(min(beyond, len(unread))):
+            unread.pop()
+        self.cursors[0], self.unread[0], self.heard[0] = cursor, unread, count
+        return count
 
     def copy_row(self, row: int, other: Drafter, count: int) -> None:
         super().copy_row(row, other, count)
@@ -239,7 +266,7 @@ class NasdDrafter(HostDrafter):
         assert isinstance(other, NasdDrafter)
         self.storages[row], self.cursors[row] = other.storages[source], other.cursors[source]
         self.roots[row], self.active[row] = other.roots[source], other.active[source]
-        self.unread[row] = deque(other.unread[source])
+        self.unread[row], self.heard[row] = deque(other.unread[source]), other.heard[source]
         self._heard()
 
     @property
@@ -293,7 +320,7 @@ class NasdDrafter(HostDrafter):
 
     def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:
         for row, (emitted, count) in enumerate(zip(tokens.tolist(), counts, strict=True)):
-            self.unread[row].extend([(token, ()) for token in emitted[:count]])
+            self._hear(row, [(token, ()) for token in emitted[:count]])
             self.roots[row] = [self.roots[row], *emitted[:count]][-1]
             self.active[row] = self.active[row] and count == len(emitted) and self.roots[row] not in self.ends
         self._heard()
@@ -362,7 +389,7 @@ class NasdDrafter(HostDrafter):
             width = len(emitted) // steps
             for start in range(0, width * (accepted + 1), width):
                 *likeliest, token = emitted[start : start + width]
-                self.unread[row].append((token, likeliest))
+                self._hear(row, [(token, likeliest)])
                 if token in self.ends:
                     break
             self.roots[row] = emitted[width * (accepted + 1) - 1]

@@ -25,7 +25,7 @@ MOST = 2**30
 GOLDEN = 0x9E3779B97F4A7C15
 """2**64 over the golden ratio, for multiplicative hashing (Knuth, volume 3, 6.4)."""
 WRAPPED = GOLDEN - (1 << 64)
-"""The same in torch's signed 64 bits."""
+"""The same in signed 64 bits."""
 
 _times = itemgetter(1)
 
@@ -84,13 +84,13 @@ class Edges:
 
     def _enlarge(self) -> None:
         """Four times the slots. All keys at once: one of those that want a slot gets it, the others go on to their
-        next."""
+        next. In numpy, which wakes no other thread while rounds wait (`fastspec.generation.constraint.allow_all`)."""
         self.slots = array("i", bytes(16 * len(self.slots)))
         self.mask = len(self.slots) - 1
-        slots = torch.frombuffer(self.slots, dtype=torch.int32)
-        wanted = (torch.frombuffer(self.keys, dtype=torch.int64)[1:] * WRAPPED >> 32) & self.mask
-        left = torch.arange(1, len(self.keys), dtype=torch.int32, device="cpu")
-        while left.numel():
+        slots = torch.frombuffer(self.slots, dtype=torch.int32).numpy()
+        wanted = (torch.frombuffer(self.keys, dtype=torch.int64).numpy()[1:] * WRAPPED >> 32) & self.mask
+        left = torch.frombuffer(array("i", range(1, len(self.keys))), dtype=torch.int32).numpy()
+        while left.size:
             free = slots[wanted] == 0
             slots[wanted[free]] = left[free]
             lost = slots[wanted] != left

@@ -35,10 +35,9 @@ class Prefix:
     def begin(self, target: Target, drafter: Drafter | None) -> int:
         """Let a target and a drafter of one row begin behind these tokens -> how many the drafter has read."""
         target.copy_row(0, self.target, self.count, self.row)
-        if drafter is None or self.drafter is None or not drafter.resumes:
+        if drafter is None or self.drafter is None:
             return 0
-        drafter.resume(self.drafter, self.row, self.count)
-        return self.count
+        return drafter.take_prefix(self.drafter, self.row, self.count)
 
 
 @dataclass(frozen=True, slots=True)

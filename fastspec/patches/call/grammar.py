@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from fastspec.errors import NoDistribution, Unsupported
-from fastspec.generation.constraint import Masks, roots_of
+from fastspec.generation.constraint import Masks, allow_all, roots_of
 from fastspec.patches.call.grammar_text import FORMS, library, refusal, text_of
 
 TOGETHER = 4
@@ -196,7 +196,7 @@ class GrammarState:
     def fill(self, masks: Tensor, answer: list[int], tokens: list[int], parents: list[int]) -> None:
         """Masks of a tree behind an answer. Raises Unsupported as `follow` and `check`."""
         self.follow(answer)
-        masks.fill_(-1)
+        allow_all(masks)
         children: list[list[int]] = [[] for _ in tokens]
         for node in range(len(tokens) - 1, 0, -1):
             children[parents[node]].append(node)

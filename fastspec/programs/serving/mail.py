@@ -22,13 +22,14 @@ class Mail:
         self.called = False
 
     def post(self, queue: asyncio.Queue[Any], item: Any, urgent: bool = False) -> None:
-        """From any thread; what one thread posts to a queue keeps its order. What is `urgent` waits for no pace."""
+        """From any thread; what one thread posts to a queue keeps its order. What is `urgent` waits for no pace, and
+        takes along what waits for the same reader."""
         self.waiting.append((queue, item))
         if not self.called:
             self.called = True
             self.loop.call_soon_threadsafe(self._bring)
         elif urgent:
-            self.loop.call_soon_threadsafe(self._deliver)
+            self.loop.call_soon_threadsafe(self._deliver_to, queue)
 
     def _bring(self) -> None:
         readers = self._deliver()
@@ -50,6 +51,17 @@ class Mail:
             readers.add(id(queue))
             queue.put_nowait(item)
         return len(readers)
+
+    def _deliver_to(self, reader: asyncio.Queue[Any]) -> None:
+        """Bring what waits for one reader; what is posted meanwhile comes behind the rest."""
+        kept: list[tuple[asyncio.Queue[Any], Any]] = []
+        for _ in range(len(self.waiting)):
+            queue, item = self.waiting.popleft()
+            if queue is reader:
+                queue.put_nowait(item)
+            else:
+                kept.append((queue, item))
+        self.waiting.extendleft(reversed(kept))
 
 
 async def all_of(queue: asyncio.Queue[Any]) -> list[Any]:

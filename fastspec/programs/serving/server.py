@@ -178,10 +178,10 @@ class Row:
     def _note(self, events: list[Event]) -> None:
         self.called = self.called or any(isinstance(event, ToolCall) for event in events)
 
-    def _post(self, events: list[Event]) -> None:
+    def _post(self, events: list[Event], urgent: bool = False) -> None:
         self._note(events)
         if events:
-            self.answers.post(self.index, events)
+            self.answers.post(self.index, events, urgent)
 
     def over(self, future: Future[Any]) -> None:
         """The batch is done with it, however it ended."""
@@ -213,7 +213,7 @@ class Row:
         return self.reason.of(self.tokens, self.visits[-1].cut if self.visits else None)
 
     def end(self) -> None:
-        """Post what is left, and the end."""
+        """Post what is left, and the end, which waits for no pace: the client may ask again, in a row that is idle."""
         if self.asked.stream:
             self._post(self.read())
         else:
@@ -224,7 +224,7 @@ class Row:
         seconds = time.perf_counter() - self.asked.arrived
         times = seconds if self.first is None else self.first, seconds
         counts = len(self.tokens), self.accepted, self.drafted
-        self._post([End(reason, *counts, self.reader.cut.found, self.cached, *times)])
+        self._post([End(reason, *counts, self.reader.cut.found, self.cached, *times)], urgent=True)
 
 
 @dataclass

@@ -15,13 +15,14 @@ import torch
 from helpers.captured import stand_in
 from helpers.generate import TREE, prompts, seer
 from helpers.grammars import END, SCHEMA, SIZE, TOKENIZER, is_valid, terse
+from helpers.threads import Writes
 from helpers.tokenizers import TARGET
 from torch import Tensor
 from transformers import LogitsProcessor
 
 import fastspec
 from fastspec.errors import NoDistribution, Unsupported
-from fastspec.generation.constraint import Masks, roots_of
+from fastspec.generation.constraint import AnyToken, Masks, roots_of
 from fastspec.generation.engine.schedule import FedGraph
 from fastspec.generation.tree import TokenTree
 from fastspec.generation.verify import pick_allowed, walk
@@ -220,6 +221,21 @@ def test_masks_of_many_answers_are_those_of_each_by_itself(grammar: fastspec.Gra
             assert (found[row, 0] > -torch.inf).nonzero()[:, 0].tolist() == alone
             answer.append(rng.choice(alone))
         assert torch.equal(found[[0, rows + 1]], logits[[0, rows + 1]])
+
+
+@pytest.mark.parametrize("nodes", [1, 5])
+def test_no_thread_of_torch_is_woken_for_masks(nodes: int) -> None:
+    """Of as many words as take several threads, for constraints of unequal width too; the values are those of one row
+    at a time (`test_masks_of_unequal_width_are_those_of_each_by_itself`)."""
+    words, rows, masks = 4748, 16, Masks(torch.device("cpu"))
+    for widths in ([words] * rows, [words - 9] * rows, [words - row for row in range(rows)]):
+        held: list[Any] = [(row, AnyToken(width), list[int]()) for row, width in enumerate(widths)]
+        with Writes() as writes:
+            masks.fill(([[0] * nodes] * rows,) * 2, 32 * words, held)
+        assert not writes.wakes
+        bits = masks.words.view(rows, -1, words)
+        assert all((bits[row, :, :width] == -1).all() for row, width in enumerate(widths))
+        assert all((bits[row, :, width:] == 0).all() for row, width in enumerate(widths))
 
 
 def test_plain_decoding_is_that_of_a_matcher_a_row(pair: tuple[Any, Any], grammar: fastspec.Grammar) -> None:
