@@ -24,8 +24,11 @@ from fastspec.default_trees import BATCH_TREES, CPP_TREE, DEFAULT_TREES, MOST_NO
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Drafter
 from fastspec.generation.drafters.dynamic_tree import trees_of
+from fastspec.generation.drafters.head_drafter import RestingDrafter
 from fastspec.generation.drafters.tree_sizes import TreeSizes
+from fastspec.generation.engine.batching import ASYNCHRONOUS_AFTER
 from fastspec.generation.engine.call import Request
+from fastspec.generation.engine.schedule import WholeGraph
 from fastspec.patches.assistants import registry as assistants
 from fastspec.patches.backends import TORCH
 from fastspec.patches.call import assembly
@@ -310,6 +313,51 @@ def test_a_head_reads_what_was_emitted_without_it(forced, monkeypatch, captured)
             assert not drafted or sum(drafted) > 3.2 * len(drafted)
 
 
+@pytest.mark.parametrize("lengths", [(9,), (9, 3, 1)])
+def test_a_head_reads_it_while_rounds_go_on(forced, monkeypatch, lengths):
+    """No round waits for it: the next one is in flight. What a call ends with nobody reads."""
+    stand_in(monkeypatch)
+    monkeypatch.setattr(Drafter, "backlog", 7)
+    read: list[tuple[int, bool]] = []
+    hand_over, engines = RestingDrafter.hand_over, []
+    monkeypatch.setattr(assembly, "new_engine", lambda plan: engines.append(new_engine(plan)) or engines[-1])
+
+    def watched(self: RestingDrafter, rounds: int) -> None:
+        read.append((rounds, engines[-1].in_flight))
+        assert self.counts.max() == rounds
+        hand_over(self, rounds)
+
+    monkeypatch.setattr(RestingDrafter, "hand_over", watched)
+    model = bigram()
+    pair = bigram(), fastspec.patch(model, eagle3=seer(model))
+    for order in ((0, 0, 0, 4), (0,)):
+        taken = forced(order, 13)
+        for _ in range(3):
+            read.clear()
+            same(pair, Eagle3(total_tokens="auto"), prompts(*lengths), max_new_tokens=150, eos_token_id=NEVER)
+        drafted = [drafts for size, accepted in taken for drafts in accepted if size == 4]
+        assert not drafted or sum(drafted) > 3.2 * len(drafted)
+        flying = [rounds for rounds, in_flight in read if in_flight]
+        assert len(flying) > 3 and max(rounds for rounds, _ in read) in (6, 7)
+        assert sum(rounds for rounds, _ in read) < 150 - (order == (0,))
+
+
+def test_a_call_without_drafts_waits_for_as_few_rounds_as_plain_decoding(forced, monkeypatch):
+    """To the end of its answers: the next round emits one token, however large the largest tree is."""
+    stand_in(monkeypatch)
+    forced((0,), 1000)
+    model, launched = bigram(), list[int]()
+    fastspec.patch(model, eagle3=seer(model))
+    launch = WholeGraph.launch
+    monkeypatch.setattr(WholeGraph, "launch", lambda self, *given: launched.append(1) or launch(self, *given))
+    for assistant in ("autoregressive", Eagle3(total_tokens="auto")):
+        for _ in range(3):  # in the third all is captured
+            launched.append(0)
+            same((bigram(), model), assistant, prompts(7, 3), max_new_tokens=50, eos_token_id=NEVER)
+    calls = "".join(map(str, launched)).split("0")
+    assert len(calls[3]) == len(calls[6]) == 49 - ASYNCHRONOUS_AFTER
+
+
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_head_s_cache_is_that_of_rounds_that_all_draft(forced, monkeypatch, captured):
     """Keys and values of every pair, and the states that it drafts from, row by row."""
@@ -324,6 +372,8 @@ def test_a_head_s_cache_is_that_of_rounds_that_all_draft(forced, monkeypatch, ca
         fastspec.patch(model, eagle3=tiny_head(model), backend="auto" if captured else "torch")
         options = {"do_sample": False, "max_new_tokens": 50, "eos_token_id": NEVER, "pad_token_id": 0}
         model.generate(**prompts(9, 3, 5), **options, assistant=Eagle3(total_tokens="auto"))
+    for engine in made:
+        engine.settle()  # a call ends without what nobody drafts from
     expected = made[0].drafter
     for drafter in (engine.drafter for engine in made[1:]):
         for row, (mine, theirs) in enumerate(
