@@ -274,11 +274,12 @@ def fresh_maker(request):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("kind", list(MAKERS))
 @pytest.mark.parametrize("rounds", [1, 3, 12])
-def test_another_size_in_every_round_on_a_gpu(forced, kind, rounds):
+def test_another_size_in_every_round_on_a_gpu(forced, monkeypatch, kind, rounds):
     """Captured, and with a round in flight: in calls, batches and an open batch, whose drafts a good head has right."""
     target, head = MAKERS[kind]
     plain, model = target().cuda(), target().cuda()
     fastspec.patch(model, eagle3=head(model).cuda())
+    monkeypatch.setattr(Drafter, "backlog", 20)  # which a head reads while a round is in flight
     taken = forced(rounds=rounds)
     for lengths in ((7,), (9, 3, 1)):
         inputs = {name: ids.cuda() for name, ids in prompts(*lengths).items()}
