@@ -343,20 +343,41 @@ def test_a_head_reads_it_while_rounds_go_on(forced, monkeypatch, lengths):
         assert sum(rounds for rounds, _ in read) < 150 - (order == (0,))
 
 
+class Pausing(Drafter):
+    """A decoding, and its drafter of chains of five, which never drafts."""
+
+    name, taps, nodes, max_path = "pausing", None, 5, 5
+
+    def drafter(self, **call: Any) -> Drafter:
+        return self
+
+    def pause(self) -> int:
+        return 1000
+
+    def begin(self, *given: Any) -> None:
+        """Nothing."""
+
+    def propose(self, extent: int) -> Any:
+        raise AssertionError("it pauses")
+
+    def observe(self, *given: Any) -> None:
+        raise AssertionError("it pauses")
+
+
 def test_a_call_without_drafts_waits_for_as_few_rounds_as_plain_decoding(forced, monkeypatch):
     """To the end of its answers: the next round emits one token, however large the largest tree is."""
     stand_in(monkeypatch)
     forced((0,), 1000)
-    model, launched = bigram(), list[int]()
+    model, launched, found = bigram(), list[bool](), list[int]()
     fastspec.patch(model, eagle3=seer(model))
     launch = WholeGraph.launch
-    monkeypatch.setattr(WholeGraph, "launch", lambda self, *given: launched.append(1) or launch(self, *given))
-    for assistant in ("autoregressive", Eagle3(total_tokens="auto")):
+    monkeypatch.setattr(WholeGraph, "launch", lambda self, *given: launched.append(True) or launch(self, *given))
+    for assistant in ("autoregressive", Eagle3(total_tokens="auto"), Pausing()):
         for _ in range(3):  # in the third all is captured
-            launched.append(0)
+            launched.clear()
             same((bigram(), model), assistant, prompts(7, 3), max_new_tokens=50, eos_token_id=NEVER)
-    calls = "".join(map(str, launched)).split("0")
-    assert len(calls[3]) == len(calls[6]) == 49 - ASYNCHRONOUS_AFTER
+        found.append(len(launched))
+    assert found == [49 - ASYNCHRONOUS_AFTER] * 3
 
 
 @pytest.mark.parametrize("captured", [False, True])

@@ -267,6 +267,8 @@ class Engine(Generic[TargetT]):
     @property
     def longest(self) -> int:
         """Tokens at the most of the round that is in flight, or of the next one."""
+        if self.fallback.left:
+            return self.plain.longest
         if self.sizes is None or self.current is not self.main:
             return self.main.longest
         size = self.size if self.in_flight else self.sizes.size
