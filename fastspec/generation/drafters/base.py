@@ -218,7 +218,7 @@ class Drafter(Buffered, ABC):
         at once."""
 
     def forget(self) -> None:
-        """Drop what was kept: another text begins."""
+        """Drop what was kept: nobody drafts after it."""
 
     def hint(self, texts: Sequence[Sequence[int]]) -> None:
         """Take a text per row that is no part of the row itself, such as another model's answer; before `begin`."""

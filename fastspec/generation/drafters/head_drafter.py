@@ -239,6 +239,9 @@ class RestingDrafter(Drafter):
         self.counts.zero_()
 
     def forget(self) -> None:
+        vocabulary = self.drafter.head.derived.vocabulary
+        if vocabulary is not None:
+            vocabulary.count(self.tokens, self.counts)
         self.counts.zero_()
 
 

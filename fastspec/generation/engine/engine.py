@@ -122,9 +122,8 @@ class Engine(Generic[TargetT]):
         """Start after a prompt whose first new tokens are root [B]."""
         self.drain()
         self.fallback.begin()
-        self.measured_from, self.kept = None, 0
-        if self.resting is not None:
-            self.resting.forget()
+        self.measured_from = None
+        self.forget()
         self.state.root.copy_(root)
         self.state.activate([True] * len(self.state.running))
 
@@ -227,6 +226,12 @@ class Engine(Generic[TargetT]):
             self.resting.hand_over(self.kept + flying)
             self.kept = -flying
 
+    def forget(self) -> None:
+        """Drop what rounds without drafts have kept for the drafter: nobody drafts after these."""
+        self.kept = 0
+        if self.resting is not None:
+            self.resting.forget()
+
     def settle(self) -> None:
         """Let the drafter read what was emitted without it; other work comes between two rounds."""
         self.fallback.tell(self.drafter)
@@ -285,10 +290,9 @@ class Engine(Generic[TargetT]):
             each.drain()
 
     def end(self) -> None:
-        """The call is over: nothing is in flight, and the drafter has observed all of it but what rounds without drafts
-        keep."""
+        """The call is over: nothing is in flight, and the drafter has observed all of it that was not dropped."""
         self.drain()
-        self.fallback.tell(self.drafter)
+        self.settle()
         if isinstance(self.drafter, HostDrafter):
             self.drafter.finish()
         if self.sizes is not None:

@@ -386,6 +386,7 @@ def decode(engine: Engine[TargetT], request: Request, name: str) -> Outcome:
     rounds = Rounds(engine, batch, verifier, request.entry)
     while any(batch.active):
         rounds.turn()
+    engine.forget()
     engine.end()
     batch.finish()
     stats.seconds = time.perf_counter() - began
