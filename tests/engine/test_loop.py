@@ -88,6 +88,9 @@ class Script:
         self.state.root.copy_(root)
         self.log.append(("begin", root.tolist()))
 
+    def forget(self) -> None:
+        """Nothing is kept of rounds without drafts."""
+
     def end(self) -> None:
         self.log.append("end")
 
