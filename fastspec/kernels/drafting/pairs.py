@@ -216,7 +216,7 @@ def keep_last(
     )
 
 
-ROOT_BLOCK = 4096  # channels that a program copies at a time
+ROOT_BLOCK = 8192  # channels that a program copies at a time
 
 
 @triton.jit(do_not_specialize=["capacity", "s_bonus", "s_active", "s_counts"])
