@@ -424,6 +424,23 @@ def test_a_seed_draws_the_same_answer_with_trees_of_any_size(fresh, forced, roun
         assert emitted[0] == emitted[1] == emitted[2] == emitted[3]
 
 
+def test_a_head_reads_what_rows_emitted_while_others_were_taken(knows, forced, monkeypatch):
+    """A prompt that joins is read in its own entry; the other rows' pairs are read when drafts are tried."""
+    taken, read = forced((0, 0, 0, 4), 9), list[int]()
+    hand_over = RestingDrafter.hand_over
+    monkeypatch.setattr(
+        RestingDrafter, "hand_over", lambda self, rounds: read.append(rounds) or hand_over(self, rounds)
+    )
+    batch = fastspec.ContinuousBatch(Eagle3(total_tokens="auto"), rows=2)
+    inputs = prompts(9, 3, 7, 5, 8, 4, 6)
+    options = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": 9, "pad_token_id": 0}
+    expected = knows[0].generate(**inputs, **options)
+    assert knows[1].generate(**inputs, **options, assistant=batch).tolist() == expected.tolist()
+    drafted = [drafts for size, accepted in taken for drafts in accepted if size == 4]
+    assert len(drafted) > 4 and sum(drafted) > 3.2 * len(drafted)
+    assert stats(knows[1]).joined == 5 and read and set(read) <= {9, 18, 27}
+
+
 def test_prompts_that_join_rows_in_the_middle_of_rounds_without_drafts(fresh, forced):
     forced()
     pair = fresh

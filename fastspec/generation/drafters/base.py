@@ -217,8 +217,8 @@ class Drafter(Buffered, ABC):
         """Let the drafter that this one stands for take what was kept of so many rounds. Nothing where it hears of each
         at once."""
 
-    def forget(self) -> None:
-        """Drop what was kept: nobody drafts after it."""
+    def forget(self, row: int | None = None) -> None:
+        """Drop what was kept of a row (None: of all): nobody drafts after it."""
 
     def hint(self, texts: Sequence[Sequence[int]]) -> None:
         """Take a text per row that is no part of the row itself, such as another model's answer; before `begin`."""

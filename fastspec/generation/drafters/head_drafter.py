@@ -238,11 +238,12 @@ class RestingDrafter(Drafter):
         self.drafter.take_pairs(self.tokens[:, :rounds], self.features[:, :rounds], self.counts, self.root)
         self.counts.zero_()
 
-    def forget(self) -> None:
+    def forget(self, row: int | None = None) -> None:
+        rows = slice(None) if row is None else slice(row, row + 1)
         vocabulary = self.drafter.head.derived.vocabulary
         if vocabulary is not None:
-            vocabulary.count(self.tokens, self.counts)
-        self.counts.zero_()
+            vocabulary.count(self.tokens[rows], self.counts[rows])
+        self.counts[rows].zero_()
 
 
 @dataclass(frozen=True, slots=True)

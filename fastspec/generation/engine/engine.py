@@ -133,7 +133,10 @@ class Engine(Generic[TargetT]):
         """Give a row another prompt, of `count` tokens, which row `source` of this target and this drafter has read
         (None: their only one). root [1] is the first token of its answer, or NO_TOKEN: then the prompt is about to
         leave. No round may be in flight."""
-        self.settle()
+        self.fallback.tell(self.drafter)
+        self.measured_from = None
+        if self.resting is not None:
+            self.resting.forget(row)  # the others' is read later
         self._leave()
         self.target.copy_row(row, target, count, source or 0)
         if drafter is not None and self.drafter is not None:
