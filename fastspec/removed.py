@@ -97,7 +97,7 @@ MODULES = {
     "fastspec.generation.sequence_state",
     "fastspec.kernels.cache.kv_block_copy": "it is in fastspec.kernels.cache.commit",
     "fastspec.kernels.drafting.head_input": "it is in fastspec.kernels.drafting.inputs",
-    "fastspec.kernels.drafting.head_pairs": "it is in fastspec.kernels.drafting.inputs",
+    "fastspec.kernels.drafting.head_pairs": "it is in fastspec.kernels.drafting.pairs",
     "fastspec.kernels.drafting.next_frontier": "it is in fastspec.kernels.drafting.inputs",
     "fastspec.kernels.drafting.tree_input": "it is in fastspec.kernels.drafting.inputs",
     "fastspec.kernels.layer.gated": "it is in fastspec.kernels.layer.norms",

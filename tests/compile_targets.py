@@ -168,7 +168,7 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
     from fastspec.kernels.attention.reference import Span
     from fastspec.kernels.cache import commit
     from fastspec.kernels.cache import commit as settle
-    from fastspec.kernels.drafting import inputs, topk_expand, tree_build
+    from fastspec.kernels.drafting import inputs, pairs, topk_expand, tree_build
     from fastspec.kernels.layer import norms as rms_norm
     from fastspec.kernels.layer import rope_cache
     from fastspec.kernels.linear import linear, ordered, swiglu
@@ -330,7 +330,7 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
     )
     yield (
         "path_pairs",
-        lambda: inputs.path_pairs(
+        lambda: pairs.path_pairs(
             few(1, nodes, 3 * hidden),
             whole(1, 8),
             whole(1),
@@ -343,7 +343,18 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
     last = few(1, hidden)
     yield (
         "keep_last",
-        lambda: inputs.keep_last(few(1, 8, hidden), few(1, 8, hidden), whole(1), last, last.clone(), whole(1), 4000),
+        lambda: pairs.keep_last(few(1, 8, hidden), few(1, 8, hidden), whole(1), last, last.clone(), whole(1), 4000),
+    )
+    yield (
+        "keep_pair",
+        lambda: pairs.keep_pair(
+            few(1, 1, 3 * hidden),
+            whole(1),
+            torch.ones(1, dtype=torch.bool),
+            whole(1),
+            few(1, 128, 3 * hidden),
+            whole(1, 128),
+        ),
     )
     scores, ids = floats(1, 10, dtype=torch.float32), whole(draft_vocab)
     yield "topk_expand", lambda: topk_expand.topk_expand(few(1, 10, hidden), few(draft_vocab, hidden), scores, 10, ids)

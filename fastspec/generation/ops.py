@@ -25,6 +25,7 @@ class Ops:
     emit: Callable[..., Tensor]
     path_pairs: Callable[..., tuple[Tensor, Tensor, Tensor]]
     keep_last: Callable[..., None]
+    keep_pair: Callable[..., None]
     linear: Callable[..., Tensor]
     linears: Callable[..., Tensor]
     rms_norm: Callable[..., tuple[Tensor, Tensor]]

@@ -54,6 +54,7 @@ TORCH = Ops(
     emit=cache_reference.emit,
     path_pairs=drafting_reference.path_pairs,
     keep_last=drafting_reference.keep_last,
+    keep_pair=drafting_reference.keep_pair,
     linear=linear_reference.linear,
     linears=linear_reference.linears,
     rms_norm=layer_reference.rms_norm,
@@ -153,7 +154,7 @@ def triton_ops() -> Ops:
         from fastspec.kernels.ahead import compile_ahead
         from fastspec.kernels.attention import layout, tree
         from fastspec.kernels.cache import commit
-        from fastspec.kernels.drafting import inputs, topk_expand, tree_build
+        from fastspec.kernels.drafting import inputs, pairs, topk_expand, tree_build
         from fastspec.kernels.layer import norms, rope_cache
         from fastspec.kernels.linear import experts, linear
         from fastspec.kernels.parallel import joins, reduced_norm
@@ -175,8 +176,9 @@ def triton_ops() -> Ops:
         tree_input=inputs.tree_input,
         commit_slots=commit.commit_slots,
         emit=commit.emit,
-        path_pairs=inputs.path_pairs,
-        keep_last=inputs.keep_last,
+        path_pairs=pairs.path_pairs,
+        keep_last=pairs.keep_last,
+        keep_pair=pairs.keep_pair,
         linear=linear.linear,
         linears=partial(linear_reference.linears, product=linear.linear),
         linear_parts=linear.linear_parts,

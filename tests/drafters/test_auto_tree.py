@@ -24,8 +24,12 @@ from fastspec.default_trees import BATCH_TREES, CPP_TREE, DEFAULT_TREES, MOST_NO
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Drafter
 from fastspec.generation.drafters.dynamic_tree import trees_of
+from fastspec.generation.drafters.head_drafter import RestingDrafter
 from fastspec.generation.drafters.tree_sizes import TreeSizes
+from fastspec.generation.engine.batching import ASYNCHRONOUS_AFTER
 from fastspec.generation.engine.call import Request
+from fastspec.generation.engine.engine import Engine
+from fastspec.generation.engine.schedule import WholeGraph
 from fastspec.patches.assistants import registry as assistants
 from fastspec.patches.backends import TORCH
 from fastspec.patches.call import assembly
@@ -271,11 +275,12 @@ def fresh_maker(request):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("kind", list(MAKERS))
 @pytest.mark.parametrize("rounds", [1, 3, 12])
-def test_another_size_in_every_round_on_a_gpu(forced, kind, rounds):
+def test_another_size_in_every_round_on_a_gpu(forced, monkeypatch, kind, rounds):
     """Captured, and with a round in flight: in calls, batches and an open batch, whose drafts a good head has right."""
     target, head = MAKERS[kind]
     plain, model = target().cuda(), target().cuda()
     fastspec.patch(model, eagle3=head(model).cuda())
+    monkeypatch.setattr(Drafter, "backlog", 20)  # which a head reads while a round is in flight
     taken = forced(rounds=rounds)
     for lengths in ((7,), (9, 3, 1)):
         inputs = {name: ids.cuda() for name, ids in prompts(*lengths).items()}
@@ -310,12 +315,79 @@ def test_a_head_reads_what_was_emitted_without_it(forced, monkeypatch, captured)
             assert not drafted or sum(drafted) > 3.2 * len(drafted)
 
 
+@pytest.mark.parametrize("lengths", [(9,), (9, 3, 1)])
+def test_a_head_reads_it_while_rounds_go_on(forced, monkeypatch, lengths):
+    """No round waits for it: the next one is in flight. What a call ends with nobody reads."""
+    stand_in(monkeypatch)
+    monkeypatch.setattr(Drafter, "backlog", 7)
+    read: list[tuple[int, bool]] = []
+    hand_over, engines = RestingDrafter.hand_over, []
+    monkeypatch.setattr(assembly, "new_engine", lambda plan: engines.append(new_engine(plan)) or engines[-1])
+
+    def watched(self: RestingDrafter, rounds: int) -> None:
+        read.append((rounds, engines[-1].in_flight))
+        assert self.counts.max() == rounds
+        hand_over(self, rounds)
+
+    monkeypatch.setattr(RestingDrafter, "hand_over", watched)
+    model = bigram()
+    pair = bigram(), fastspec.patch(model, eagle3=seer(model))
+    for order in ((0, 0, 0, 4), (0,)):
+        taken = forced(order, 13)
+        for _ in range(3):
+            read.clear()
+            same(pair, Eagle3(total_tokens="auto"), prompts(*lengths), max_new_tokens=150, eos_token_id=NEVER)
+        drafted = [drafts for size, accepted in taken for drafts in accepted if size == 4]
+        assert not drafted or sum(drafted) > 3.2 * len(drafted)
+        flying = [rounds for rounds, in_flight in read if in_flight]
+        assert len(flying) > 3 and max(rounds for rounds, _ in read) in (6, 7)
+        assert sum(rounds for rounds, _ in read) < 150 - (order == (0,))
+
+
+class Pausing(Drafter):
+    """A decoding, and its drafter of chains of five, which never drafts."""
+
+    name, taps, nodes, max_path = "pausing", None, 5, 5
+
+    def drafter(self, **call: Any) -> Drafter:
+        return self
+
+    def pause(self) -> int:
+        return 1000
+
+    def begin(self, *given: Any) -> None:
+        """Nothing."""
+
+    def propose(self, extent: int) -> Any:
+        raise AssertionError("it pauses")
+
+    def observe(self, *given: Any) -> None:
+        raise AssertionError("it pauses")
+
+
+def test_a_call_without_drafts_waits_for_as_few_rounds_as_plain_decoding(forced, monkeypatch):
+    """To the end of its answers: the next round emits one token, however large the largest tree is."""
+    stand_in(monkeypatch)
+    forced((0,), 1000)
+    model, launched, found = bigram(), list[bool](), list[int]()
+    fastspec.patch(model, eagle3=seer(model))
+    launch = WholeGraph.launch
+    monkeypatch.setattr(WholeGraph, "launch", lambda self, *given: launched.append(True) or launch(self, *given))
+    for assistant in ("autoregressive", Eagle3(total_tokens="auto"), Pausing()):
+        for _ in range(3):  # in the third all is captured
+            launched.clear()
+            same((bigram(), model), assistant, prompts(7, 3), max_new_tokens=50, eos_token_id=NEVER)
+        found.append(len(launched))
+    assert found == [49 - ASYNCHRONOUS_AFTER] * 3
+
+
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_head_s_cache_is_that_of_rounds_that_all_draft(forced, monkeypatch, captured):
     """Keys and values of every pair, and the states that it drafts from, row by row."""
     if captured:
         stand_in(monkeypatch)
     monkeypatch.setattr(Drafter, "backlog", 9)
+    monkeypatch.setattr(Engine, "forget", Engine.settle)  # a call ends without what nobody drafts after
     made: list[Any] = []
     monkeypatch.setattr(assembly, "new_engine", lambda plan: made.append(new_engine(plan)) or made[-1])
     for order in ((4,), (4, *(0,) * 20), ORDER):
@@ -350,6 +422,23 @@ def test_a_seed_draws_the_same_answer_with_trees_of_any_size(fresh, forced, roun
             torch.manual_seed(5)
             emitted.append(model.generate(**prompts(5, 8), **call, assistant=assistant).tolist())
         assert emitted[0] == emitted[1] == emitted[2] == emitted[3]
+
+
+def test_a_head_reads_what_rows_emitted_while_others_were_taken(knows, forced, monkeypatch):
+    """A prompt that joins is read in its own entry; the other rows' pairs are read when drafts are tried."""
+    taken, read = forced((0, 0, 0, 4), 9), list[int]()
+    hand_over = RestingDrafter.hand_over
+    monkeypatch.setattr(
+        RestingDrafter, "hand_over", lambda self, rounds: read.append(rounds) or hand_over(self, rounds)
+    )
+    batch = fastspec.ContinuousBatch(Eagle3(total_tokens="auto"), rows=2)
+    inputs = prompts(9, 3, 7, 5, 8, 4, 6)
+    options = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": 9, "pad_token_id": 0}
+    expected = knows[0].generate(**inputs, **options)
+    assert knows[1].generate(**inputs, **options, assistant=batch).tolist() == expected.tolist()
+    drafted = [drafts for size, accepted in taken for drafts in accepted if size == 4]
+    assert len(drafted) > 4 and sum(drafted) > 3.2 * len(drafted)
+    assert stats(knows[1]).joined == 5 and read and set(read) <= {9, 18, 27}
 
 
 def test_prompts_that_join_rows_in_the_middle_of_rounds_without_drafts(fresh, forced):

@@ -29,6 +29,8 @@ import fastspec
 from fastspec import CheckpointError, Unsupported
 from fastspec.default_trees import TreeShape
 from fastspec.generation.drafters.head_drafter import EagleDrafter
+from fastspec.generation.drafters.tree_sizes import TreeSizes
+from fastspec.generation.heads.bound import DraftVocabulary
 from fastspec.generation.heads.rounded_linear import RoundedLinear
 from fastspec.patches.assistants import mtp
 from fastspec.patches.assistants.draft_vocab import read_list, with_vocabulary
@@ -476,6 +478,22 @@ def test_the_tokens_that_a_vocabulary_follows_are_no_change_of_weights(tmp_path:
     with fastspec.patched(model), fastspec.continuous(model, assistant=narrow, rows=2) as batch:
         first, second = (batch.submit(ids, max_new_tokens=4, do_sample=False).result() for _ in range(2))
         assert torch.equal(first, second) and batch.stats.reused > 16
+
+
+def test_a_vocabulary_counts_what_a_call_without_drafts_ends_with(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(TreeSizes, "_choose", lambda self, begins=False: self._use(0, 1000))
+    monkeypatch.setattr(TreeSizes, "_affords", lambda self, size: False)
+    model, _ = loaded("qwen3_5_text", tmp_path, vocab_size=600)
+    ids, found = torch.tensor([[590, 591, 592, 593, 590, 591]]), []
+    count = DraftVocabulary.count
+    monkeypatch.setattr(
+        DraftVocabulary, "count", lambda self, *given: found.append([x.clone() for x in given]) or count(self, *given)
+    )
+    auto = fastspec.Mtp(depth=3, top_k=3, total_tokens="auto", draft_vocab=256)
+    with fastspec.patched(model):
+        emitted = model.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=1000, assistant=auto)[0, 6:]
+    counted = [token for tokens, counts in found[1:] for token in tokens[0, : int(counts[0])].tolist()]
+    assert found[0][0].tolist() == ids.tolist() and counted == emitted[1:].tolist()
 
 
 @pytest.mark.parametrize("form", ["json", "ids.pt", "d2t.pt", "t2d.safetensors"])

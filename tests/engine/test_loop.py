@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,7 +78,7 @@ class Script:
     def __init__(self, rows: int, drafter: Any = None, wide: int = 0, sample: bool = False) -> None:
         self.target, self.drafter, self.state = Reader(wide), drafter, RoundState(rows, CPU)
         self.choice, self.sizes, self.masks = Choice(TORCH, ChoiceRule(sample=sample)), None, Masks(CPU)
-        self.main, self.in_flight, self.given = SimpleNamespace(longest=NODES), False, None
+        self.longest, self.in_flight, self.given = NODES, False, None
         self.holds, self.generated, self.log, self.rounds = list(range(rows)), [1] * rows, [], 0
         self.verifiers: set[type] = set()
         self.before: Callable[[], Any] = lambda: None
@@ -88,6 +87,9 @@ class Script:
     def begin(self, root: Tensor) -> None:
         self.state.root.copy_(root)
         self.log.append(("begin", root.tolist()))
+
+    def forget(self) -> None:
+        """Nothing is kept of rounds without drafts."""
 
     def end(self) -> None:
         self.log.append("end")

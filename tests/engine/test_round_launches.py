@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.generate import MAKERS, prompts
+from helpers.generate import MAKERS, NEVER, prompts
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastspec
 from fastspec.generation import capture
+from fastspec.generation.drafters.tree_sizes import TreeSizes
 from fastspec.generation.engine import round_program, schedule
 from fastspec.patches.backends import TORCH
 
@@ -90,3 +91,19 @@ def test_a_round_of_a_head_with_separate_kernels(launches):
     assert launches.ops["path_pairs"] == launches.ops["keep_last"] == 1
     assert launches.ops["tree_input"] == 2, "the drafts' places, and the target's nodes"
     assert not launches.torch
+
+
+@pytest.mark.parametrize("lengths", [(9,), (9, 3, 5)])
+def test_a_round_without_drafts_launches_one_kernel_more_than_plain_decoding(launches, monkeypatch, lengths):
+    """Where sizes are chosen: what the head reads later is kept."""
+    monkeypatch.setattr(TreeSizes, "_choose", lambda self, begins=False: self._use(0, 50))
+    monkeypatch.setattr(TreeSizes, "_affords", lambda self, size: False)
+    target, head = MAKERS["bigram"]
+    model, found = target(), []
+    with fastspec.patched(model, eagle3=head(model)):
+        for assistant in ("autoregressive", fastspec.Eagle3(total_tokens="auto")):
+            options = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": NEVER, "pad_token_id": 0}
+            model.generate(**prompts(*lengths), **options, assistant=assistant)
+            assert not launches.torch
+            found.append(launches.ops.copy())
+    assert found[1] == found[0] + Counter(keep_pair=1)

@@ -270,7 +270,7 @@ def after(tree: TokenTree, **changes: Any) -> Any:
     last = Round(
         VerifiedTree(Scored(tree, logits, logits[..., :0]), verdict, logits * 2), Committed(verdict, PATH, **changes)
     )
-    return SimpleNamespace(last=last, state=RoundState(3, CPU), in_flight=False, main=SimpleNamespace(longest=LONGEST))
+    return SimpleNamespace(last=last, state=RoundState(3, CPU), in_flight=False, longest=LONGEST)
 
 
 def wide(nodes: int = 3, drafted: tuple[int, ...] | None = None) -> TokenTree:

@@ -159,6 +159,7 @@ def test_the_rule_is_looked_for_in_all_files():
         "attention/few_queries",
         "attention/parts",
         "drafting/inputs",
+        "drafting/pairs",
     } < found
     assert all(path.exists() for path in PRODUCTS)
 

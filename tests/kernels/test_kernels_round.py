@@ -12,9 +12,10 @@ from torch import Tensor
 
 from fastspec.kernels.cache import reference as cache_reference
 from fastspec.kernels.cache.commit import commit_slots, emit
-from fastspec.kernels.drafting import inputs
+from fastspec.kernels.drafting import pairs as drafting_pairs
 from fastspec.kernels.drafting import reference as drafting_reference
-from fastspec.kernels.drafting.inputs import keep_last, path_pairs, tree_input
+from fastspec.kernels.drafting.inputs import tree_input
+from fastspec.kernels.drafting.pairs import keep_last, keep_pair, path_pairs
 
 CUDA = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -157,7 +158,7 @@ def test_path_pairs(device, rows, steps, nodes, size, dtype, apart, kept, seed):
     copies = None if outs is None else tuple(x.clone() for x in outs)
     wanted = drafting_reference.path_pairs(features, *verdict, root, drawn.lengths, copies)
     with poisoned(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inputs, "PAIR_BLOCK", 64)
+        patch.setattr(drafting_pairs, "PAIR_BLOCK", 64)
         got = path_pairs(features, *verdict, drawn.root, drawn.lengths, outs)
     for a, b in zip((*got, drawn.root), (*wanted, root), strict=True):
         same(a, b)
@@ -189,9 +190,36 @@ def test_keep_last(device, rows, pairs, size, dtype, apart, bound, seed):
             assert torch.equal(after[row], states[row, count - 1] if count else before[row])
         assert int(lengths[row]) == min(bound, given_lengths[row] + count)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inputs, "PAIR_BLOCK", 64)
+        patch.setattr(drafting_pairs, "PAIR_BLOCK", 64)
         keep_last(hidden, readout, counts, *last, drawn.lengths, bound)
     for a, b in zip((*last, drawn.lengths), (*kept, lengths), strict=True):
+        same(a, b)
+
+
+@EVERYWHERE
+@given(ROWS, NODES, SIZES, DTYPES, st.sampled_from([torch.float32, torch.float16]), st.booleans(), PATHS, SEEDS)
+@DRAWN
+def test_keep_pair(device, rows, nodes, size, dtype, kept, apart, capacity, seed):
+    """Rows that are not active, or have no place left, keep what they have."""
+    drawn = Round(device, rows, 1, nodes, apart, seed)
+    features = torch.randn(rows, nodes, size + 3 * apart, generator=drawn.generator).to(device, dtype)[..., :size]
+    counts = drawn.whole((rows,), capacity + 1)
+    held = torch.randn(rows, capacity, size, generator=drawn.generator).to(device, kept)
+    tokens = drawn.whole((rows, capacity), 9).contiguous()
+    wanted = counts.clone(), held.clone(), tokens.clone()
+    drafting_reference.keep_pair(features, drawn.bonus, drawn.active, *wanted)
+    for row, count in enumerate(counts.tolist()):  # the reference itself
+        takes, others = bool(drawn.active[row]) and count < capacity, torch.arange(capacity, device=device) != count
+        assert int(wanted[0][row]) == count + takes
+        assert torch.equal(wanted[1][row][others], held[row][others])
+        assert torch.equal(wanted[2][row][others], tokens[row][others])
+        if takes:
+            assert torch.equal(wanted[1][row, count], features[row, 0].to(kept))
+            assert int(wanted[2][row, count]) == int(drawn.bonus[row])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drafting_pairs, "ROOT_BLOCK", 64)
+        keep_pair(features, drawn.bonus, drawn.active, counts, held, tokens)
+    for a, b in zip((counts, held, tokens), wanted, strict=True):
         same(a, b)
 
 
@@ -248,6 +276,13 @@ def test_what_does_not_fit_is_refused():
         ValueError, match=r"keep_last: last_readout is \[3, 8\], strides \(32, 1\); accepted is \[3, 8\] contiguous"
     ):
         keep_last(features, features, drawn.accepted, torch.zeros(3, 8), features[:, 0], drawn.lengths, 9)
+    held, tokens = torch.zeros(3, 5, 8), torch.zeros(3, 5, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"keep_pair: features are \[3, 4, 8\], strides .* with a contiguous last"):
+        keep_pair(torch.zeros(3, 8, 4).transpose(1, 2), drawn.bonus, drawn.active, drawn.accepted, held, tokens)
+    with pytest.raises(ValueError, match=r"keep_pair: counts has rows \[2\] of torch.int64"):
+        keep_pair(features, drawn.bonus, drawn.active, drawn.accepted[:2], held, tokens)
+    with pytest.raises(ValueError, match=r"keep_pair: held is \[3, 5, 7\].*accepted is \[3, 5, 8\] and \[3, 5\]"):
+        keep_pair(features, drawn.bonus, drawn.active, drawn.accepted, held[..., :7], tokens)
     with pytest.raises(ValueError, match=r"tree_input: depths is \[3, 3\] torch.int64; accepted is \[3, 4\] int64"):
         tree_input(drawn.tokens, drawn.tokens[:, :3], drawn.lengths, 9, None)
     with pytest.raises(

@@ -140,7 +140,7 @@ class Drafter(Buffered, ABC):
     ends: frozenset[int] = frozenset()
     """The call's end tokens; set before `begin`."""
     backlog: int = 128
-    """Rounds without drafts at the most before `catch_up`, where the size of a round is chosen."""
+    """Rounds at the most before `hand_over`."""
     mark: Callable[[str], None] = staticmethod(unmarked)
     """Called with the name of a part of `propose` that is done, where a profile is taken."""
 
@@ -212,14 +212,21 @@ class Drafter(Buffered, ABC):
     def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:
         """Take the tokens [B, n] that the rows emitted in rounds without drafts, counts [B] of it."""
 
-    def resting(self) -> Drafter | None:
-        """Drafter that stands for this one in rounds without drafts, where it has to see what the target makes of
-        them."""
-        return None
-
     def sized(self, shape: TreeShape) -> Drafter:
         """This drafter with other trees, on the same state: no larger ones than its own."""
         raise NotImplementedError(f"{type(self).__name__} drafts trees of one size")
+
+    def resting(self, root: Tensor) -> Drafter:
+        """Drafter of the roots root [B] alone that stands for this one in rounds without drafts, where sizes are
+        chosen."""
+        raise NotImplementedError(f"{type(self).__name__} drafts trees of one size")
+
+    def hand_over(self, rounds: int) -> None:
+        """Let the drafter that this one stands for take what was kept of so many rounds. Nothing where it hears of each
+        at once."""
+
+    def forget(self, row: int | None = None) -> None:
+        """Drop what was kept of a row (None: of all): nobody drafts after it."""
 
     def hint(self, texts: Sequence[Sequence[int]]) -> None:
         """Take a text per row that is no part of the row itself, such as another model's answer; before `begin`."""
@@ -231,7 +238,7 @@ class RootsOnly(Drafter):
     nodes = max_path = 1
 
     def __init__(self, drafter: Drafter, root: Tensor) -> None:
-        self.drafter, self.root = drafter, root
+        self.drafter, self.root, self.tree = drafter, root, TokenTree.root_only(root)
         self.traits = Traits(drafter.traits.place, reads_logits=drafter.traits.reads_logits)
         self.catches_up = drafter.traits.place is Place.HOST and type(drafter).catch_up is not Drafter.catch_up
 
@@ -249,7 +256,7 @@ class RootsOnly(Drafter):
         """Nothing: the other has begun."""
 
     def propose(self, extent: int) -> TokenTree:
-        return TokenTree.root_only(self.root)
+        return self.tree
 
     def observe(
         self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int

@@ -10,7 +10,7 @@ children come from that pass too.
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 import torch
@@ -80,16 +80,11 @@ class HeadDrafter(Drafter):
         self.chunks: CapturedByShape[None] | None = CapturedByShape() if ops.captures else None
         self.resumed = 0
         """Pairs that were there before the prompt's own."""
-        self.backlog = min(self.backlog, max(16, BACKLOG // rows))
-        self.rest: RestingDrafter | None = None
-        """Where rounds without drafts leave what this drafter has not read."""
 
     def open(self, capacity: int) -> None:
         follow(self.head)
         self.state.open(capacity)
         self.resumed = 0
-        if self.rest is not None:
-            self.rest.kept.zero_()
 
     def reserve(self, committed: int) -> int:
         committed = self.state.reserve(committed)
@@ -110,8 +105,6 @@ class HeadDrafter(Drafter):
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
         """Feed the prompt's pairs of ids [B, T], counts [B] real tokens, with features [B, T, F]; root [B] follows."""
         before, self.resumed = self.resumed, 0
-        if self.rest is not None:
-            self.rest.kept.zero_()
         self.root.copy_(root)
         self.head.hear(ids, counts)
         following = torch.cat((ids[:, 1:], root[:, None]), 1)
@@ -131,21 +124,18 @@ class HeadDrafter(Drafter):
             else:
                 self.chunks(self._extend, self.state.slots, padded_width(width), *inputs)
 
-    def resting(self) -> Drafter:
-        if self.rest is None:
-            self.rest = RestingDrafter(self)
-        return self.rest
+    def resting(self, root: Tensor) -> Drafter:
+        return RestingDrafter(self, root)
 
-    def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:
-        """Feed the pairs of rounds without drafts, whose features the resting drafter kept."""
-        assert self.rest is not None
-        taken, width = torch.tensor(counts, device="cpu").to(tokens.device), tokens.shape[1]
+    def take_pairs(self, tokens: Tensor, features: Tensor, counts: Tensor, root: Tensor) -> None:
+        """Feed the pairs of rounds without drafts: of tokens [B, T] and features [B, T, F] the first counts [B]; root
+        [B] follows. Waits for nothing where passes are captured."""
         if self.head.derived.vocabulary is not None:
-            self.head.derived.vocabulary.count(tokens, taken)
+            self.head.derived.vocabulary.count(tokens, counts)
         before = 0 if self.chunks is not None else int(self.state.lengths.max())
-        self.reserve(before + width)
-        self._read_pairs(tokens, self.rest.features[:, :width], taken, before)
-        self.rest.kept.zero_()
+        self.reserve(before + tokens.shape[1])
+        self._read_pairs(tokens, features, counts, before)
+        self.root.copy_(root)
 
     def resume(self, other: Drafter, source: int, count: int) -> None:
         self.move_row(0, other, source, count)
@@ -209,39 +199,51 @@ class HeadDrafter(Drafter):
 
 
 class RestingDrafter(Drafter):
-    """A head's drafter in rounds without drafts: it keeps the target's features of up to `backlog` of them, which the
-    head reads before it drafts again."""
+    """A head's drafter in rounds without drafts, on the roots root [B] of all rounds: it keeps the pairs of up to
+    `backlog` of them on the device, for the head to read in one pass."""
 
     traits = Traits(Place.DEVICE, reads_logits=False)
     nodes = max_path = 1
 
-    def __init__(self, drafter: HeadDrafter) -> None:
-        config = drafter.head.config
+    def __init__(self, drafter: HeadDrafter, root: Tensor) -> None:
+        config, rows = drafter.head.config, len(root)
         width = len(config.taps) * config.target_hidden_size if config.kind == "eagle3" else config.hidden_size
-        self.root, self.state = drafter.root, drafter.state
-        self.features = drafter.last.new_zeros(len(self.root), drafter.backlog, width)
+        self.drafter, self.root, self.tree = drafter, root, TokenTree.root_only(root)
+        self.backlog = min(self.backlog, max(16, BACKLOG // rows))
+        self.features = drafter.last.new_zeros(rows, self.backlog, width)
         """Features [B, n, F] of the last token before each of the rounds."""
-        self.kept = torch.zeros(1, dtype=torch.long, device=self.root.device)
-        """The number of these rounds."""
+        self.tokens = root.new_zeros(rows, self.backlog)
+        """Tokens [B, n] that the rounds emitted."""
+        self.counts = root.new_zeros(rows)
+        """Pairs [B] that are kept of each row."""
 
     def reserve(self, committed: int) -> int:
-        return self.state.reserve(committed)
+        return self.drafter.state.reserve(committed)
 
     def fits(self, committed: int) -> bool:
-        return self.state.fits(committed)
+        return self.drafter.state.fits(committed)
 
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
         """Nothing: the drafter that rests begins."""
 
     def propose(self, extent: int) -> TokenTree:
-        return TokenTree.root_only(self.root)
+        return self.tree
 
     def observe(
         self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int
     ) -> None:
-        self.features.index_copy_(1, self.kept, features[:, :1].to(self.features.dtype))
-        self.kept.add_(1)
-        self.root.copy_(torch.where(active, verdict.bonus, self.root))
+        self.drafter.ops.keep_pair(features, verdict.bonus, active, self.counts, self.features, self.tokens)
+
+    def hand_over(self, rounds: int) -> None:
+        self.drafter.take_pairs(self.tokens[:, :rounds], self.features[:, :rounds], self.counts, self.root)
+        self.counts.zero_()
+
+    def forget(self, row: int | None = None) -> None:
+        rows = slice(None) if row is None else slice(row, row + 1)
+        vocabulary = self.drafter.head.derived.vocabulary
+        if vocabulary is not None:
+            vocabulary.count(self.tokens[rows], self.counts[rows])
+        self.counts[rows].zero_()
 
 
 @dataclass(frozen=True, slots=True)

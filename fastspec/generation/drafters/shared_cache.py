@@ -77,6 +77,8 @@ class SharedCacheDrafter(Drafter):
         self.root = torch.zeros(rows, dtype=torch.long, device=device)
         self.last = torch.zeros(rows, width, dtype=dtype, device=device)
         """The target's last hidden state [B, Ht] before the root."""
+        self.heard = torch.zeros_like(self.root)
+        """Pairs [B] that are kept of each row: none."""
         self.zeros: dict[int, Tensor] = {}
         self.no_words: dict[int, Tensor] = {}
         """By the number of nodes a pass reads: their depths [B, N], and what they see of one another [B, N, W]."""
@@ -105,8 +107,8 @@ class SharedCacheDrafter(Drafter):
         other._grows(shape)
         return other
 
-    def resting(self) -> Drafter:
-        return RootsOnly(self, self.root)
+    def resting(self, root: Tensor) -> Drafter:
+        return RootsOnly(self, root)
 
     def bind(self, target: Target) -> None:
         self.target, self.program = target, self.program_of(target)
@@ -144,9 +146,9 @@ class SharedCacheDrafter(Drafter):
         self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int
     ) -> None:
         """Take the feature of the last accepted node; rows that are not active stay put."""
-        end = verdict.path.gather(1, verdict.accepted[:, None])[:, 0]
-        self.last.copy_(torch.where(active[:, None], features[self.row, end], self.last))
-        self.root.copy_(torch.where(active, verdict.bonus, self.root))
+        path = verdict.path, verdict.accepted, verdict.bonus, active
+        taken, counts, _ = self.ops.path_pairs(features, *path, self.root, self.heard)
+        self.ops.keep_last(taken, taken, counts, self.last, self.last, self.heard, 0)
 
     def propose(self, extent: int) -> TokenTree:
         extent, ops, program = self.reserve(extent), self.ops, self.program

@@ -134,6 +134,8 @@ class RoundState:
     def __init__(self, rows: int, device: torch.device) -> None:
         self.root = torch.zeros(rows, dtype=torch.long, device=device)
         """[B] int64: the last token of every row, emitted and not yet in the target's cache."""
+        self.roots = TokenTree.root_only(self.root)
+        """Trees of these alone: made once, since a round that makes them launches two kernels more."""
         self.active = torch.ones(rows, dtype=torch.bool, device=device)
         """[B] bool: the rows that go on."""
         self.ended = torch.zeros_like(self.active)

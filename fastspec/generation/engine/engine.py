@@ -55,8 +55,11 @@ class Engine(Generic[TargetT]):
         if isinstance(drafter, MixingDrafter):
             self.choice = MixedChoice(ops, drafter, rule, draws)
         self._program = partial(RoundProgram, target, ops=ops, state=self.state, measures=measures, pad_token=pad_token)
-        resting = None if drafter is None or sizes is None else drafter.resting()
-        self.main, self.plain, self.given = (self._program(each) for each in (drafter, resting, None))
+        self.resting = None if drafter is None or sizes is None else drafter.resting(self.state.root)
+        """Drafter of rounds without drafts, where sizes are chosen."""
+        self.kept = 0
+        """Rounds of which it keeps what the drafter has not read, but for one in flight."""
+        self.main, self.plain, self.given = (self._program(each) for each in (drafter, self.resting, None))
         """The call's own rounds, those without its drafter, and those that verify a given text."""
         self.undrafted = self._undrafted()
         """Rounds that the drafter hears of and drafts nothing for, where it can."""
@@ -120,6 +123,7 @@ class Engine(Generic[TargetT]):
         self.drain()
         self.fallback.begin()
         self.measured_from = None
+        self.forget()
         self.state.root.copy_(root)
         self.state.activate([True] * len(self.state.running))
 
@@ -129,7 +133,10 @@ class Engine(Generic[TargetT]):
         """Give a row another prompt, of `count` tokens, which row `source` of this target and this drafter has read
         (None: their only one). root [1] is the first token of its answer, or NO_TOKEN: then the prompt is about to
         leave. No round may be in flight."""
-        self.settle()
+        self.fallback.tell(self.drafter)
+        self.measured_from = None
+        if self.resting is not None:
+            self.resting.forget(row)  # the others' is read later
         self._leave()
         self.target.copy_row(row, target, count, source or 0)
         if drafter is not None and self.drafter is not None:
@@ -187,20 +194,17 @@ class Engine(Generic[TargetT]):
     ) -> Emitted:
         """`step` with trees of the size that was chosen. It changes where no round is in flight: the last one of a size
         is read before one of another is launched."""
-        assert self.drafter is not None
-        missed, most, began = self.fallback.missed, self.drafter.backlog, self.measured_from
+        assert self.resting is not None
+        began = self.measured_from
         if not self.in_flight:
-            if missed and (sizes.size or len(missed) >= most):
-                self.fallback.tell(self.drafter)  # part of what the next round takes
             self.size = sizes.size
+        if self.size or self.kept + self.in_flight > self.resting.backlog - 2:
+            self._hand_over()  # part of what the next round takes
         stays = sizes.size == self.size and sizes.goes_on
-        stays = stays and (self.size > 0 or len(self.fallback.missed) + 1 < most)
         made = SPENT.first_runs + SPENT.captures
         emitted = self._step(self._of_size(sizes, self.size), longest, stats, verifier, asynchronous and stays)
         now, made = time.perf_counter(), SPENT.first_runs + SPENT.captures - made
-        if not self.size:
-            self.fallback.left = 1  # these rounds are decided on one by one
-            self.fallback.count(emitted, self.state)
+        self.kept += not self.size
         going = zip(emitted, self.state.running, self.state.padded, strict=True)
         accepted = [max(row[0], -1 - row[0]) for row, running, padded in going if running and not padded]
         # a call's first captured rounds wait for the host, and those of a profile for its marks
@@ -218,9 +222,23 @@ class Engine(Generic[TargetT]):
             self.sized[size].clock = self.main.clock
         return self.sized[size]
 
+    def _hand_over(self) -> None:
+        """Let the drafter read what rounds without drafts have kept; one in flight is launched already."""
+        flying = int(self.in_flight and not self.size and not self.rests)
+        if self.resting is not None and self.kept + flying > 0:
+            self.resting.hand_over(self.kept + flying)
+            self.kept = -flying
+
+    def forget(self) -> None:
+        """Drop what rounds without drafts have kept for the drafter: nobody drafts after these."""
+        self.kept = 0
+        if self.resting is not None:
+            self.resting.forget()
+
     def settle(self) -> None:
         """Let the drafter read what was emitted without it; other work comes between two rounds."""
         self.fallback.tell(self.drafter)
+        self._hand_over()
         self.measured_from = None
 
     def _step(
@@ -255,6 +273,16 @@ class Engine(Generic[TargetT]):
         return None if schedule is None else schedule.whole
 
     @property
+    def longest(self) -> int:
+        """Tokens at the most of the round that is in flight, or of the next one."""
+        if self.fallback.left:
+            return self.plain.longest
+        if self.sizes is None or self.current is not self.main:
+            return self.main.longest
+        size = self.size if self.in_flight else self.sizes.size
+        return self.sizes.shapes[size - 1].max_path if size else 1
+
+    @property
     def in_flight(self) -> bool:
         """True where a round was launched before the one in front of it was read."""
         return any(each.in_flight for each in self.schedules.values())
@@ -265,7 +293,7 @@ class Engine(Generic[TargetT]):
             each.drain()
 
     def end(self) -> None:
-        """The call is over: nothing is in flight, and the drafter has observed all of it."""
+        """The call is over: nothing is in flight, and the drafter has observed all of it that was not dropped."""
         self.drain()
         self.settle()
         if isinstance(self.drafter, HostDrafter):

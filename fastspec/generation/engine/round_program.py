@@ -190,7 +190,7 @@ class RoundProgram:
         if self.clock is not None:
             self.clock.open()
         if drafter is None:
-            tree = TokenTree.root_only(state.root)
+            tree = state.roots
         else:
             drafter.mark = unmarked if self.clock is None else self.clock.mark
             tree = drafter.propose(extent)

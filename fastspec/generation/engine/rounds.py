@@ -134,7 +134,7 @@ class Rounds(Generic[TargetT]):
         if not engine.in_flight:
             self._admit()
         if any(batch.running) or engine.in_flight:
-            asynchronous = stays and self.joining is None and not self._lets_in() and batch.goes_on(engine.main.longest)
+            asynchronous = stays and self.joining is None and not self._lets_in() and batch.goes_on(engine.longest)
             engine.state.activate(batch.running, batch.padded)
             engine.drafts = batch.drafting
             take(engine.step(max(batch.lengths), batch.stats, self.verifier, asynchronous), engine, batch)
@@ -346,7 +346,7 @@ def take(emitted: list[list[int]], engine: Engine[TargetT], batch: Batch) -> Non
         counted.append((prompt, len(answers[prompt]), accepted, own))
         batch.take(prompt, tokens, accepted, scores[row], logits, own, tree)
     batch.count(counted, nodes > 0)
-    follows = engine.main.longest if engine.in_flight else 0
+    follows = engine.longest if engine.in_flight else 0
     batch.grow([told[0] + 1 for told in emitted], engine.state.running, follows)
     stats.rounds += 1
 
@@ -386,6 +386,7 @@ def decode(engine: Engine[TargetT], request: Request, name: str) -> Outcome:
     rounds = Rounds(engine, batch, verifier, request.entry)
     while any(batch.active):
         rounds.turn()
+    engine.forget()
     engine.end()
     batch.finish()
     stats.seconds = time.perf_counter() - began

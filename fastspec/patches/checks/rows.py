@@ -285,6 +285,13 @@ def last_pairs(draw: Draw) -> Inputs:
     return (*states, draw.fixed([2, 0]), draw.floats(2, 48), draw.floats(2, 48), draw.fixed([7, 30]), 31), {}
 
 
+def kept_pair(draw: Draw) -> Inputs:
+    """Features of two nodes a row, of which one row is not active and one has kept all that it can."""
+    active = torch.tensor([True, True, False], device=draw.device)
+    held = draw.floats(3, 4, 96), draw.whole(40, 3, 4)
+    return (draw.floats(3, 2, 96), draw.fixed([5, 6, 7]), active, draw.fixed([2, 4, 1]), *held), {}
+
+
 def moves(draw: Draw) -> Inputs:
     """Slots that overlap: what is moved lies where something is moved to."""
     caches = [draw.floats(2, 2, 2, 16, 24) for _ in "kv"]
@@ -479,6 +486,7 @@ CHECKS: tuple[Check, ...] = (
     Check("emit", "two rows", emission),
     Check("path_pairs", "two rows", pairs),
     Check("keep_last", "two rows", last_pairs),
+    Check("keep_pair", "three rows", kept_pair),
     Check("topk_logprobs", "three rows", likeliest),
     Check("topk_expand", "one node", expansion(1, 4)),
     Check("topk_expand", "6 nodes", expansion(6, 4, below=True)),

@@ -96,7 +96,7 @@ def off(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
 def test_a_wrong_kernel_is_caught(check):
-    if check.op in ("kv_block_copy", "keep_last", "hold", "delta_commit"):
+    if check.op in ("kv_block_copy", "keep_last", "keep_pair", "hold", "delta_commit"):
         ops = replace(REFERENCE, **{check.op: lambda *args, **options: None})
     elif check.op == "attention_layout":
 

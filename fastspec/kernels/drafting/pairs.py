@@ -1,0 +1,287 @@
+"""Pairs of a head, each a token and the target's feature of the one before it: those of an accepted path, the last one
+that a pass read, and those of rounds without drafts, kept until the head reads them.
+
+B rows (sequences), N nodes of a row's tree, P nodes of the longest path, H width of a head's states, F width of the
+target's features, T pairs fed, C pairs kept.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastspec.kernels.cache.commit import check_columns
+from fastspec.kernels.drafting.topk_expand import packed
+from fastspec.kernels.launch import dependent, wait_for_previous
+
+PAIR_BLOCK = 2048  # channels that a program copies
+
+
+@triton.jit(
+    do_not_specialize=[
+        "steps",
+        "s_path_b",
+        "s_path_p",
+        "s_accepted",
+        "s_bonus",
+        "s_active",
+        "s_root",
+        "s_lengths",
+        "s_counts",
+    ]
+)
+def _path_pairs_kernel(
+    p_features,
+    p_path,
+    p_accepted,
+    p_bonus,
+    p_active,
+    p_root,
+    p_lengths,
+    p_out,
+    p_counts,
+    p_slots,
+    steps,
+    size,
+    s_features_b,
+    s_features_n,
+    s_path_b,
+    s_path_p,
+    s_accepted,
+    s_bonus,
+    s_active,
+    s_root,
+    s_lengths,
+    s_counts,
+    BF: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A part of one node's features; the first part of a node writes its slot, the first of a row what there is
+    once."""
+    wait_for_previous(PDL)
+    part, place, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    node = tl.load(p_path + row * s_path_b + place * s_path_p)
+    o_f = part * BF + tl.arange(0, BF)
+    m_f = o_f < size
+    b_x = tl.load(p_features + row * s_features_b + node * s_features_n + o_f, mask=m_f)
+    tl.store(p_out + (row * steps + place) * size + o_f, b_x, mask=m_f)
+    if part == 0:
+        tl.store(p_slots + row * steps + place, tl.load(p_lengths + row * s_lengths) + place)
+        if place == 0:
+            active = tl.load(p_active + row * s_active) != 0
+            tl.store(p_counts + row * s_counts, tl.where(active, tl.load(p_accepted + row * s_accepted) + 1, 0))
+            tl.store(p_root + row * s_root, tl.load(p_bonus + row * s_bonus), mask=active)
+
+
+def path_pairs(
+    features: Tensor,
+    path: Tensor,
+    accepted: Tensor,
+    bonus: Tensor,
+    active: Tensor,
+    root: Tensor,
+    lengths: Tensor,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`reference.path_pairs`: features [B, N, F] with a contiguous last dimension, path [B, P], accepted, bonus, root,
+    lengths [B] int64 and active [B] bool, of any strides -> features [B, P, F], counts [B] and slots [B, P].
+
+    `out` is where features, contiguous and of any floating dtype, and counts are written.
+    """
+    (batch, steps), size = path.shape, features.shape[2]
+    taken, counts = (features.new_empty(batch, steps, size), path.new_empty(batch)) if out is None else out
+    given = {"accepted": accepted, "bonus": bonus, "root": root, "lengths": lengths, "counts": counts}
+    check_columns("path_pairs", batch, active, path=path[:, 0], **given)
+    if len(features) != batch or not packed(features):
+        raise ValueError(
+            f"path_pairs: features are {list(features.shape)}, strides {features.stride()}; accepted is [{batch}, N, "
+            "F] with a contiguous "
+            "last dimension"
+        )
+    if taken.shape != (batch, steps, size) or not taken.is_contiguous():
+        raise ValueError(
+            f"path_pairs: out is {list(taken.shape)}, strides {taken.stride()}; accepted is {[batch, steps, size]} "
+            "contiguous"
+        )
+    slots = torch.empty(batch, steps, dtype=torch.int64, device=path.device)
+    if batch > 0:
+        _path_pairs_kernel[(max(1, triton.cdiv(size, PAIR_BLOCK)), steps, batch)](
+            features,
+            path,
+            accepted,
+            bonus,
+            active.view(torch.uint8),
+            root,
+            lengths,
+            taken,
+            counts,
+            slots,
+            steps,
+            size,
+            *features.stride()[:2],
+            *path.stride(),
+            *(x.stride(0) for x in (accepted, bonus, active, root, lengths, counts)),
+            PAIR_BLOCK,
+            num_warps=4,
+            **dependent(path.device),
+        )
+    return taken, counts, slots
+
+
+@triton.jit(do_not_specialize=["bound", "s_counts", "s_lengths"])
+def _keep_last_kernel(
+    p_hidden,
+    p_readout,
+    p_counts,
+    p_last_hidden,
+    p_last_readout,
+    p_lengths,
+    bound,
+    size,
+    s_hidden_b,
+    s_hidden_t,
+    s_readout_b,
+    s_readout_t,
+    s_last_hidden,
+    s_last_readout,
+    s_counts,
+    s_lengths,
+    BH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A part of one row's state or readout; the first one of a row counts its pairs."""
+    wait_for_previous(PDL)
+    part, which, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    count = tl.load(p_counts + row * s_counts)
+    o_h = part * BH + tl.arange(0, BH)
+    m_h = o_h < tl.where(count > 0, size, 0)  # a row without pairs keeps what it has
+    if which == 0:
+        b_x = tl.load(p_hidden + row * s_hidden_b + (count - 1) * s_hidden_t + o_h, mask=m_h)
+        tl.store(p_last_hidden + row * s_last_hidden + o_h, b_x, mask=m_h)
+        if part == 0:
+            length = tl.load(p_lengths + row * s_lengths)
+            tl.debug_barrier()  # another thread may be about to read the length
+            tl.store(p_lengths + row * s_lengths, tl.minimum(length + count, bound))
+    else:
+        b_x = tl.load(p_readout + row * s_readout_b + (count - 1) * s_readout_t + o_h, mask=m_h)
+        tl.store(p_last_readout + row * s_last_readout + o_h, b_x, mask=m_h)
+
+
+def keep_last(
+    hidden: Tensor,
+    readout: Tensor,
+    counts: Tensor,
+    last_hidden: Tensor,
+    last_readout: Tensor,
+    lengths: Tensor,
+    bound: int,
+) -> None:
+    """`reference.keep_last`: hidden, readout [B, T, H] with a contiguous last dimension, counts, lengths [B] int64 of
+    any strides, and what is kept, last_hidden and last_readout [B, H], contiguous."""
+    batch, _, size = hidden.shape
+    check_columns("keep_last", batch, None, counts=counts, lengths=lengths)
+    if readout.shape != hidden.shape or not packed(hidden) or not packed(readout):
+        raise ValueError(
+            f"keep_last: hidden is {list(hidden.shape)}, strides {hidden.stride()}, and readout "
+            f"{list(readout.shape)}, strides "
+            f"{readout.stride()}; accepted is [B, T, H] twice, with a contiguous last dimension"
+        )
+    for name, x in (("last_hidden", last_hidden), ("last_readout", last_readout)):
+        if x.shape != (batch, size) or not x.is_contiguous():
+            raise ValueError(
+                f"keep_last: {name} is {list(x.shape)}, strides {x.stride()}; accepted is [{batch}, {size}] contiguous"
+            )
+    if batch == 0:
+        return
+    _keep_last_kernel[(max(1, triton.cdiv(size, PAIR_BLOCK)), 2, batch)](
+        hidden,
+        readout,
+        counts,
+        last_hidden,
+        last_readout,
+        lengths,
+        bound,
+        size,
+        *hidden.stride()[:2],
+        *readout.stride()[:2],
+        last_hidden.stride(0),
+        last_readout.stride(0),
+        counts.stride(0),
+        lengths.stride(0),
+        PAIR_BLOCK,
+        num_warps=4,
+        **dependent(hidden.device),
+    )
+
+
+ROOT_BLOCK = 8192  # channels that a program copies at a time
+
+
+@triton.jit(do_not_specialize=["capacity", "s_bonus", "s_active", "s_counts"])
+def _keep_pair_kernel(
+    p_features,
+    p_bonus,
+    p_active,
+    p_counts,
+    p_held,
+    p_tokens,
+    capacity,
+    size,
+    s_features_b,
+    s_bonus,
+    s_active,
+    s_counts,
+    BF: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row's pair."""
+    wait_for_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    count = tl.load(p_counts + row * s_counts)
+    takes = (tl.load(p_active + row * s_active) != 0) & (count < capacity)
+    place = row * capacity + tl.minimum(count, capacity - 1)
+    for start in range(0, size, BF):
+        o_f = start + tl.arange(0, BF)
+        m_f = o_f < tl.where(takes, size, 0)
+        b_x = tl.load(p_features + row * s_features_b + o_f, mask=m_f)
+        tl.store(p_held + place * size + o_f, b_x, mask=m_f)
+    token = tl.load(p_bonus + row * s_bonus)
+    tl.debug_barrier()  # another thread may be about to read the count
+    tl.store(p_tokens + place, token, mask=takes)
+    tl.store(p_counts + row * s_counts, count + 1, mask=takes)
+
+
+def keep_pair(features: Tensor, bonus: Tensor, active: Tensor, counts: Tensor, held: Tensor, tokens: Tensor) -> None:
+    """`reference.keep_pair`: features [B, N, F] with a contiguous last dimension, bonus, counts [B] int64 and active
+    [B] bool, of any strides, and what is kept, held [B, C, F] of any floating dtype and tokens [B, C] int64,
+    contiguous."""
+    (batch, _, size), capacity = features.shape, tokens.shape[1]
+    check_columns("keep_pair", batch, active, bonus=bonus, counts=counts, tokens=tokens[:, 0])
+    if not packed(features):
+        raise ValueError(
+            f"keep_pair: features are {list(features.shape)}, strides {features.stride()}; accepted is [{batch}, N, F] "
+            "with a contiguous last dimension"
+        )
+    if held.shape != (batch, capacity, size) or not held.is_contiguous() or not tokens.is_contiguous():
+        raise ValueError(
+            f"keep_pair: held is {list(held.shape)}, strides {held.stride()}, and tokens {list(tokens.shape)}, strides "
+            f"{tokens.stride()}; accepted is {[batch, capacity, size]} and {[batch, capacity]}, contiguous"
+        )
+    if batch > 0:
+        _keep_pair_kernel[(batch,)](
+            features,
+            bonus,
+            active.view(torch.uint8),
+            counts,
+            held,
+            tokens,
+            capacity,
+            size,
+            features.stride(0),
+            *(x.stride(0) for x in (bonus, active, counts)),
+            ROOT_BLOCK,
+            num_warps=8,
+            **dependent(tokens.device),
+        )
