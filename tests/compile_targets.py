@@ -29,6 +29,7 @@ import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import JITFunction
 
 AMD = {"gfx942": 64 << 10}
@@ -105,6 +106,10 @@ def compiled(target: int | str, rows: list[dict[str, Any]]) -> None:
             for name in re.findall(r"(%\S+) = tt.reshape %\S+ allow_reorder", made.asm["ttgir"]):
                 if re.search(rf'"tt.reduce"\({name}, ', made.asm["ttgir"]):
                     raise ValueError(f"{kernel.__name__}: the places of a maximum are those of another order")
+            if isinstance(kernel, GluonJITFunction) and writes_early(made.asm["ptx"]):
+                raise ValueError(
+                    f"{kernel.__name__}: shared memory is written that other warps' products may still read"
+                )
             used = {} if isinstance(target, str) else usage(made.asm["cubin"])
             shared = made.metadata.shared + used.pop("static", 0)
             rows.append({"kernel": kernel.__name__, "shared": shared, **used})
@@ -112,6 +117,21 @@ def compiled(target: int | str, rows: list[dict[str, Any]]) -> None:
         return run
 
     JITFunction.__getitem__ = bound
+
+
+def writes_early(ptx: str) -> bool:
+    """True where shared memory is written behind a wait for a warp's own products on Hopper, before all warps have met:
+    Triton gives a change of layout the places of operands that it takes for read. (What it keeps there for specialised
+    warps has a name.)"""
+    waited = False
+    for line in ptx.splitlines():
+        if "bar.sync" in line or "barrier.sync" in line:
+            waited = False
+        elif "wgmma.wait_group" in line:
+            waited = True
+        elif waited and re.search(r"stmatrix|st\.shared", line) and "global_smem" not in line:
+            return True
+    return False
 
 
 def usage(cubin: bytes) -> dict[str, int]:

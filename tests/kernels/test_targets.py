@@ -19,6 +19,7 @@ TRITON = pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler i
 
 FITS = 86, "8B", "linear, 8 rows"
 ORDERED = 90, "mixers", "route, one of 64"
+BEHIND = 90, "135M", "ordered product, 61 rows"
 PARTS = [(capability, "135M,mixers", f"{part}/{4 * len(TARGETS)}") for part, capability in enumerate(TARGETS)]
 LACKING = (
     ("135M", "linear_parts, 61 rows"),
@@ -59,7 +60,7 @@ def rows_of(*jobs: Job) -> list[list[dict]]:
 @pytest.fixture(scope="module")
 def compiled() -> dict[Job, list[dict]]:
     """The rows of all that the fast suite compiles, by one process: torch and Triton are imported once."""
-    jobs = [FITS, ORDERED, *PARTS]
+    jobs = [FITS, ORDERED, BEHIND, *PARTS]
     return dict(zip(jobs, rows_of(*jobs), strict=True))
 
 
@@ -86,6 +87,13 @@ def test_the_choice_of_one_expert_keeps_the_order_of_groups(compiled):
     or not."""
     (row,) = compiled[ORDERED]
     assert row["kernel"] == "_route" and "error" not in row
+
+
+@TRITON
+def test_a_product_is_written_where_no_warp_still_reads(compiled):
+    """Tensor cores read shared memory until they are waited for, by each warp for itself."""
+    (row,) = compiled[BEHIND]
+    assert row["kernel"] == "_hopper_linear" and "error" not in row
 
 
 @TRITON

@@ -157,6 +157,7 @@ def _hopper_linear(
             if i == 1:
                 b_first = b_half
             b_sum = gl.zeros([BM, BR], gl.float32, SUMS)
+    barrier()  # what follows is written where other warps' last products may still be read
     if SERIES > 1:
         b_sum = b_half if SERIES == 2 else b_first + b_half
     if SIDE > 1:

@@ -412,6 +412,7 @@ def _hopper_stored(
             if i == 1:
                 b_first = b_half
             b_sum = b_none
+    barrier()  # as in kernels/linear/hopper.py
     if SERIES > 1:
         b_sum = b_half if SERIES == 2 else b_first + b_half
     if SIDE > 1:
