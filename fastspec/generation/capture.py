@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -54,6 +55,13 @@ def prepare_with(prepare: Prepare) -> None:
 
 
 _capturing = threading.Lock()
+_graphs: WeakSet[Captured[Any]] = WeakSet()
+
+
+def graph_bytes(device: torch.device) -> int:
+    """Memory that the results and the intermediates of this process's graphs take on a device."""
+    with _capturing:
+        return sum(each.bytes for each in _graphs if each.device == device)
 
 
 def _stream() -> torch.cuda.Stream:
@@ -100,12 +108,14 @@ class Captured(Generic[Result]):
         self.graph: torch.cuda.CUDAGraph | None = None
         self.result: Result | None = None
         self.replays = 0
+        self.bytes, self.device = 0, torch.device("cpu")
+        """Memory of the graph, and where it lies."""
 
     def __call__(self, program: Callable[[], Result], key: Hashable) -> Result:
         """Run the program once."""
         if key != self.key:
             new = self.key is None
-            self.key, self.graph, self.result = key, None, None
+            self.key, self.graph, self.result, self.bytes = key, None, None, 0
             with SPENT.on("first_runs"):
                 if new and _prepare is not None:
                     _prepare(program)
@@ -113,7 +123,12 @@ class Captured(Generic[Result]):
         if self.graph is None:
             graph = torch.cuda.CUDAGraph()
             with SPENT.on("captures"), recorded(graph):
+                before = torch.cuda.memory_reserved()
                 self.result = program()
+                self.bytes = max(0, torch.cuda.memory_reserved() - before)
+                if torch.cuda.is_initialized():
+                    self.device = torch.device("cuda", torch.cuda.current_device())
+                _graphs.add(self)
             self.graph = graph
         self.graph.replay()
         self.replays += 1

@@ -15,11 +15,14 @@ from fastspec import files
 from fastspec.default_trees import TREE_STEPS, TreeShape
 from fastspec.generation.drafters.tree_sizes import (
     BETTER,
+    BETWEEN_CALLS,
     BLOCK,
     CREDIT,
     EVIDENCE,
     GRANTED,
     GRANTED_COLD,
+    LONGEST_REST,
+    MOST_EARNED,
     MOST_TRIES,
     SETTLED,
     SHARE,
@@ -354,6 +357,98 @@ def test_without_a_clock_a_call_uses_what_earlier_ones_took() -> None:
     assert len(sizes.known[0]) > 1 and set(sizes.known[0].values()) == {5.0} and sizes.ms(0) == 5.0
     sizes.end()
     assert kept == [sizes.known]
+
+
+def test_rounds_that_the_host_decides_have_times_of_their_own() -> None:
+    """Begun with those of the device's rounds, and so much more for all sizes; texts of another length keep to their
+    kind."""
+    assert [bucket(length, hosted=True) for length in (0, 1025, 65536)] == [-1, -2, -4]
+    sizes = chooser((1.0, 2.0, 3.0, 4.0, 5.0, 6.0), known={0: {1: 10.0, 60: 30.0}, 2: {1: 14.0, 60: 34.0}})
+    sizes._use(5, 2)
+    for _ in range(2):
+        sizes.count(5, [3], 36.0, 500, {5}, 1.0, True)
+    assert sizes.known[-1] == {1: 16.0, 60: 36.0} and sizes.known[0] == {1: 10.0, 60: 30.0}
+    sizes.count(0, [], None, 20000, {5}, 1.0, True)
+    assert sizes.ms(0) == 16.0 and sizes.length == -4
+    sizes.count(0, [], None, 20000, {5})
+    assert sizes.ms(0) == 14.0 and sizes.length == 3
+    sizes._use(5, 3)
+    for hosted, ms in ((False, 80.0), (True, 40.0), (True, 40.0)):  # one sample alone says nothing
+        sizes.count(5, [3], ms, 500, {5}, 1.0, hosted)
+    assert sizes.known[0] == {1: 10.0, 60: 30.0} and sizes.known[-1][60] == pytest.approx(37.0)
+
+
+def test_rows_that_take_no_drafts_lessen_what_they_are_worth() -> None:
+    known = {0: {1: 10.0, **{shape.total_tokens: 16.0 for shape in SHAPES}}}
+    for share, pays in ((1.0, True), (0.5, True), (0.1, False)):
+        sizes = chooser((1.0,) * 6, known=known)
+        for _ in range(6 * BLOCK):
+            sizes.count(5, [3, 4], 16.0, 500, {5}, share)
+        assert sizes.gain == pytest.approx(3.5 * share)
+        tokens, promised = sizes.acceptance.expected()[-1], sizes.rates()[5]
+        assert tokens > 3 and promised == pytest.approx((1 + share * (tokens - 1)) / 16.0)
+        sizes.left = 100.0
+        sizes._choose()
+        assert (sizes.size > 0 and not sizes.probes) == pays == (max(sizes.rates()[1:]) > 1 / 10.0)
+
+
+def test_a_warm_up_says_what_sizes_cost_and_nothing_of_texts() -> None:
+    kept: list[object] = []
+    sizes = chooser((1.0,) * 6, captures=True, keep=kept.append)
+    assert sizes._is_cold() and sizes.left == GRANTED_COLD
+    for size in range(6):
+        for ms in (None, 90.0, 10.0 + size / 8, 10.0 + size / 8):
+            sizes.try_out(size, ms, 500, range(size + 1))
+    sizes.tried()
+    sizes.begin()
+    sizes.end()
+    nodes = [1, *(shape.total_tokens for shape in SHAPES)]
+    assert sizes.known == {0: {count: 10.0 + size / 8 for size, count in enumerate(nodes)}} and kept == [sizes.known]
+    assert not sizes._is_cold() and sizes.left == GRANTED and sizes.size == 5 and not any(sizes.acceptance.rounds)
+    sizes.count(5, [0], 50.0, 500, range(6))
+    assert not any(map(len, sizes.changes)), "the first round of a call follows none"
+
+
+def test_a_text_that_joins_renews_the_share_of_its_row() -> None:
+    """Of what drafts may lose, and of what was seen; rounds without drafts ask again what pays."""
+    for share in (1.0, 0.25):
+        sizes = paid(1.0)
+        sizes.acceptance.count(0, [4] * 8)
+        sizes.left = -1.0
+        sizes._use(0, LONGEST_REST)
+        sizes.join(share)
+        assert sizes.left == pytest.approx(-1.0 + share * (GRANTED + 1.0)) and sizes.due == 1
+        assert sizes.acceptance.rounds == [pytest.approx(8 * BETWEEN_CALLS**share)]
+        sizes.left = MOST_EARNED
+        sizes._use(1, BLOCK)
+        sizes.join(share)
+        assert sizes.left == pytest.approx(MOST_EARNED + share * (GRANTED - MOST_EARNED)) and sizes.due == BLOCK
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("costs", COSTS.values(), ids=COSTS)
+def test_texts_that_join_one_after_another_and_accept_nothing_lose_three_percent(costs, rows: int) -> None:
+    """Texts of 128 tokens, of which one joins whenever one has ended, in rounds that a warm-up has measured; after
+    texts like them, and after texts whose drafts were accepted."""
+    for before in (0.0, 1.1):
+        sizes = TreeSizes(SHAPES, SHAPES[-1], costs, captures=True, switch=0.4)
+        text = Text(sizes, costs, leaves=0.4, enters=0.4)
+        for size in range(6):
+            for _ in range(4):
+                sizes.try_out(size, costs[size], 500, range(6))
+        sizes.tried()
+        sizes.begin()
+        spent = []
+        for number in range(12):
+            text.ms, first = 0.0, len(text.history)
+            chance = before if number < 6 else 0.0
+            for at in range(128):
+                if at * rows % 128 < rows:
+                    sizes.join(1 / rows)
+                text.made = set(range(6))
+                text.round(chance, rows)
+            spent.append(text.ms / (len(text.history) - first) / costs[0])
+        assert max(spent[8:]) < 1.035 and sum(spent[8:]) / 4 < 1.03
 
 
 def test_what_was_measured_is_kept_in_a_file(tmp_path: Path) -> None:

@@ -80,6 +80,17 @@ def test_what_a_drafter_was_told_is_not_told_again_and_rows_are_counted_anew():
     assert drafter.told == [([[1], [2]], [1, 0]), ([[3], [4]], [1, 1])]
 
 
+def test_a_text_that_begins_in_a_row_has_missed_what_comes_from_then_on():
+    fallback, drafter = Fallback(CPU), Pausing()
+    fallback.join(1)
+    fallback.count(emitted(1, 2), state([True, True]))
+    fallback.count(emitted(3, 4), state([True, False]))
+    fallback.join(1)
+    fallback.count(emitted(5, 6), state([True, True]))
+    fallback.tell(drafter)  # type: ignore[arg-type]
+    assert drafter.told == [([[1, 3, 5], [6, 0, 0]], [3, 1])]
+
+
 def test_where_there_is_no_drafter_nobody_is_told():
     fallback, drafter = Fallback(CPU), Pausing()
     fallback.count(emitted(1), state([True]))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fastspec.config import Ranks
+from fastspec.config import Ranks, part_of
 from fastspec.default_trees import TreeShape
 from fastspec.generation.capture import CapturedByShape, padded_width
 from fastspec.generation.decoder_layer import FULL_LAYOUT, Nodes, Rotary
@@ -157,6 +157,8 @@ class HeadDrafter(Drafter):
         self.state.copy_row(row, other.state, count, source)
         for mine, theirs in ((self.root, other.root), (self.last, other.last), (self.readout, other.readout)):
             mine[row] = theirs[source]
+        if self.rest is not None:
+            self.rest.kept[row] = 0
 
     def observe(
         self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int
@@ -219,10 +221,10 @@ class RestingDrafter(Drafter):
         config = drafter.head.config
         width = len(config.taps) * config.target_hidden_size if config.kind == "eagle3" else config.hidden_size
         self.root, self.state = drafter.root, drafter.state
-        self.features = drafter.last.new_zeros(len(self.root), drafter.backlog, width)
+        self.features = drafter.last.new_zeros(len(self.root), drafter.backlog + 1, width)
         """Features [B, n, F] of the last token before each of the rounds."""
-        self.kept = torch.zeros(1, dtype=torch.long, device=self.root.device)
-        """The number of these rounds."""
+        self.row, self.kept = torch.arange(len(self.root), device=self.root.device), torch.zeros_like(self.root)
+        """The number of these rounds of every row [B]; the features behind them are those of a row that has ended."""
 
     def reserve(self, committed: int) -> int:
         return self.state.reserve(committed)
@@ -239,8 +241,8 @@ class RestingDrafter(Drafter):
     def observe(
         self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int
     ) -> None:
-        self.features.index_copy_(1, self.kept, features[:, :1].to(self.features.dtype))
-        self.kept.add_(1)
+        self.features.index_put_((self.row, self.kept), features[:, 0].to(self.features.dtype))
+        self.kept.add_(active)
         self.root.copy_(torch.where(active, verdict.bonus, self.root))
 
 
@@ -325,13 +327,24 @@ class StaticDrafter(HeadDrafter):
         process: Process | None = None,
         cut: Cut | None = None,
     ) -> None:
-        device = head.module.like.device
-        self.levels, parents = lay_out(paths, drawn=process is not None, device=device)
-        self.process, self.traits = process, replace(self.traits, draws=process is not None)
-        sizes = len(parents), len(self.levels) + 1, sum(len(level.fed) for level in self.levels)
+        levels, parents = lay_out(paths, drawn=process is not None, device=head.module.like.device)
+        self.paths, self.process, self.traits = paths, process, replace(self.traits, draws=process is not None)
+        sizes = len(parents), len(levels) + 1, sum(len(level.fed) for level in levels)
         super().__init__(head, *sizes, rows=rows, capacity=capacity, ops=ops, cut=cut)
-        above = torch.tensor([parents], device=device).expand(rows, -1).contiguous()
+        self._grows(levels, parents)
+
+    def _grows(self, levels: list[Level], parents: list[int]) -> None:
+        """Draft trees of these levels, and of nodes with these parents."""
+        self.levels, self.nodes, self.max_path = levels, len(parents), len(levels) + 1
+        self.grown = sum(len(level.fed) for level in levels)
+        above = torch.tensor([parents], device=self.root.device).expand(len(self.root), -1).contiguous()
         self.tree = TokenTree.from_parents(torch.zeros_like(above), above)
+
+    def sized(self, shape: TreeShape) -> Drafter:
+        other = copy.copy(self)
+        part = part_of(self.paths, shape.total_tokens)
+        other._grows(*lay_out(part, drawn=self.process is not None, device=self.root.device))
+        return other
 
     def propose(self, extent: int) -> TokenTree:
         extent = self.reserve(extent) + self.grown

@@ -20,7 +20,7 @@ from statistics import median
 from fastspec.default_trees import TreeShape
 
 Milliseconds = dict[int, dict[int, float]]
-"""Milliseconds of a round by the length of its texts, as `bucket` counts it, and by the number of nodes."""
+"""Milliseconds of a round by the kind of round, as `bucket` counts it, and by the number of nodes."""
 GRANTED, GRANTED_COLD = 1.2, 8.0
 """Target passes that drafts may lose at the start of a call, and where every other size has to be captured first."""
 CREDIT = 1.0
@@ -63,9 +63,11 @@ CHANGES = 5
 """Changes of size whose median says what the next one costs."""
 
 
-def bucket(length: int) -> int:
-    """Texts of lengths that count as one: up to 1,024 tokens, 4,096, 16,384, and so on."""
-    return max(0, math.ceil(math.log2(max(1, length) / 1024) / 2))
+def bucket(length: int, hosted: bool = False) -> int:
+    """Rounds that count as one kind, by their texts: up to 1,024 tokens, 4,096, 16,384, and so on; below zero where
+    tokens are chosen by the host (`hosted`), which takes time of its own."""
+    found = max(0, math.ceil(math.log2(max(1, length) / 1024) / 2))
+    return ~found if hosted else found
 
 
 def width_of(shape: TreeShape) -> float:
@@ -183,11 +185,13 @@ class TreeSizes:
         self.pending: Milliseconds = {}
         """Milliseconds of this call's rounds, where it is used by the next one."""
         self.length, self.rounds, self.drafted = 0, 0, 0
-        """The bucket of the texts, rounds since the beginning, and those with drafts."""
+        """The bucket of the rounds, how many there were since the beginning, and those with drafts."""
+        self.share = 1.0
+        """Share of the running rows that take drafts."""
         self.samples: list[float] = []
         self.made: frozenset[int] = frozenset()
         """The sizes that need not be captured, as far as is known."""
-        self.size = self.first
+        self.size, self.due, self.probes = self.first, 0, False
         self.begin()
 
     def nodes(self, size: int) -> int:
@@ -209,6 +213,13 @@ class TreeSizes:
             self._use(self.first, BLOCK)
         else:
             self._choose(begins=True)
+
+    def join(self, share: float) -> None:
+        """A new text takes the place of one that was so large a `share` of the rows': as `begin`, for that share."""
+        self.acceptance.fade(BETWEEN_CALLS**share)
+        self.left += share * ((GRANTED_COLD if self._is_cold() else GRANTED) - self.left)
+        if not self.size:  # whose drafts may pay
+            self.due = min(self.due, 1)
 
     def end(self) -> None:
         """A call is over: keep what was measured."""
@@ -233,7 +244,7 @@ class TreeSizes:
         """Milliseconds of a round of this size: measured, or by the prior's ratio to the nearest that was."""
         if not self.known:
             return self.prior[size]
-        spent = self.known[min(self.known, key=lambda length: abs(length - self.length))]
+        spent = self.known[self._nearest()]
         if (found := spent.get(self.nodes(size))) is not None:
             return found
         sizes = [each for each in range(len(self.prior)) if self.nodes(each) in spent]
@@ -254,12 +265,24 @@ class TreeSizes:
     def rates(self) -> list[float]:
         """Expected tokens a millisecond of every size."""
         expected = [1.0, *self.acceptance.expected()]
-        return [tokens / self.ms(size) for size, tokens in enumerate(expected)]
+        rest = 1.0 - self.share
+        return [(rest + self.share * tokens) / self.ms(size) for size, tokens in enumerate(expected)]
 
-    def count(self, size: int, accepted: Sequence[int], ms: float | None, length: int, made: Collection[int]) -> None:
-        """Take a round of this size: the drafts that each running row accepted, its milliseconds where these say
-        something, and the longest text. `made` are the sizes that have run before in these rounds."""
-        self.length, self.made = bucket(length), frozenset(made)
+    def count(
+        self,
+        size: int,
+        accepted: Sequence[int],
+        ms: float | None,
+        length: int,
+        made: Collection[int],
+        share: float = 1.0,
+        hosted: bool = False,
+    ) -> None:
+        """Take a round of this size: the drafts that each running row accepted of those that take some, its
+        milliseconds where these say something, and the longest text. `made` are the sizes that have run before in these
+        rounds, `share` is that of the running rows that take drafts, and `hosted` says that the host chose tokens."""
+        self._of_kind(bucket(length, hosted))
+        self.made, self.share = frozenset(made), share
         self.rounds += 1
         self.since += 1
         former, self.last = self.last, size
@@ -268,7 +291,7 @@ class TreeSizes:
         if size and accepted:
             self.drafted += 1
             self.acceptance.count(size - 1, accepted)
-            self.gain = sum(accepted) / len(accepted)
+            self.gain = share * sum(accepted) / len(accepted)
             self.left = min(MOST_EARNED, self.left + self.gain)
         if size != self.size:  # it was in flight when another was chosen
             return
@@ -280,6 +303,27 @@ class TreeSizes:
             self.acceptance.fade(DECAY**self.since)
             self.since = 0
             self._choose()
+
+    def try_out(self, size: int, ms: float | None, length: int, made: Collection[int], hosted: bool = False) -> None:
+        """Take a round of a size that a warm-up asks for, whose text says nothing of acceptance: `count` without it."""
+        if size != self.size:
+            self._measured()
+            self.size = size
+        self._of_kind(bucket(length, hosted))
+        self.made = frozenset(made)
+        if ms is not None:
+            self.samples.append(ms)
+
+    def tried(self) -> None:
+        """A warm-up is over: know what it measured."""
+        self._measured()
+        self.last = None
+
+    def _of_kind(self, kind: int) -> None:
+        """Rounds from here on are of this bucket."""
+        if kind != self.length:
+            self._measured()
+            self.length = kind
 
     def choice(self) -> TreeChoice:
         """The choice as it stands."""
@@ -325,9 +369,18 @@ class TreeSizes:
                 self.pending.setdefault(self.length, {})[nodes] = spent
         self.samples.clear()
 
+    def _nearest(self, kind: int | None = None) -> int:
+        """The bucket that is known and most like this one, or that of the rounds."""
+        kind = self.length if kind is None else kind
+
+        def distance(other: int) -> tuple[bool, int]:
+            return (other < 0) != (kind < 0), abs(max(other, ~other) - max(kind, ~kind))
+
+        return min(self.known, key=distance)
+
     def _take(self, length: int, nodes: int, ms: float) -> None:
         if length not in self.known and self.known:  # as elsewhere, and so much more or less for all sizes
-            other = self.known[min(self.known, key=lambda each: abs(each - length))]
+            other = self.known[self._nearest(length)]
             more = ms - other.get(nodes, ms)
             self.known[length] = {each: max(0.5 * spent, spent + more) for each, spent in other.items()}
         table = self.known.setdefault(length, {})
@@ -372,8 +425,8 @@ class TreeSizes:
         return min(there or sizes, key=self.price)
 
     def _is_cold(self) -> bool:
-        """True where a size has to be captured first, and too few rounds have run to pay for it."""
-        return self.captures and self.rounds < SETTLED
+        """True where sizes have to be captured first, and too few rounds have run to pay for it."""
+        return self.captures and self.rounds < SETTLED and len(self.made) <= len(self.shapes)
 
     def _unknown(self) -> bool:
         """True where what a plain round takes is a guess."""

@@ -167,6 +167,8 @@ class Fallback:
         round."""
         self.counts: list[int] = []
         """In how many of these each row was still running."""
+        self.starts: list[int] = []
+        """The round that each row's text has missed first."""
 
     def begin(self) -> None:
         """A call begins."""
@@ -181,15 +183,22 @@ class Fallback:
     def count(self, emitted: list[list[int]], state: RoundState) -> None:
         """Take what such a round emitted."""
         if not self.missed:
-            self.counts = [0] * len(state.running)
+            self.counts, self.starts = [0] * len(state.running), [0] * len(state.running)
         self.missed.append([tokens[0] for _, *tokens in emitted])
         going = zip(self.counts, state.running, state.padded, strict=True)
         self.counts = [count + (running and not padded) for count, running, padded in going]
         self.left -= 1
 
+    def join(self, row: int) -> None:
+        """Another text begins in a row, of which the drafter has missed nothing."""
+        if self.missed:
+            self.counts[row], self.starts[row] = 0, len(self.missed)
+
     def tell(self, drafter: Drafter | None) -> None:
         """Show the drafter what was emitted without it."""
         if self.missed and drafter is not None:
             device = "cpu" if isinstance(drafter, HostDrafter) else self.device
-            drafter.catch_up(torch.tensor(self.missed, device=device).T, self.counts)
+            rows = zip(zip(*self.missed, strict=True), self.starts, strict=True)
+            tokens = [[*emitted[start:], *([0] * start)] for emitted, start in rows]
+            drafter.catch_up(torch.tensor(tokens, device=device), self.counts)
             self.missed = []
