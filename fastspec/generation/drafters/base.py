@@ -204,9 +204,9 @@ class Drafter(Buffered, ABC):
     def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:
         """Take the tokens [B, n] that the rows emitted in rounds without drafts, counts [B] of it."""
 
-    def resting(self) -> Drafter | None:
+    def resting(self, root: Tensor) -> Drafter | None:
         """Drafter that stands for this one in rounds without drafts, where it has to see what the target makes of
-        them."""
+        them; root [B] is the last token of every row, which these rounds keep."""
         return None
 
     def sized(self, shape: TreeShape) -> Drafter:

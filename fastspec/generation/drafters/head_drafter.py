@@ -131,9 +131,8 @@ class HeadDrafter(Drafter):
             else:
                 self.chunks(self._extend, self.state.slots, padded_width(width), *inputs)
 
-    def resting(self) -> Drafter:
-        if self.rest is None:
-            self.rest = RestingDrafter(self)
+    def resting(self, root: Tensor) -> Drafter:
+        self.rest = RestingDrafter(self, root)
         return self.rest
 
     def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:
@@ -146,6 +145,8 @@ class HeadDrafter(Drafter):
         self.reserve(before + width)
         self._read_pairs(tokens, self.rest.features[:, :width], taken, before)
         self.rest.kept.zero_()
+        last = tokens.gather(1, (taken - 1).clamp(min=0)[:, None])[:, 0].clamp(min=0)
+        self.root.copy_(torch.where(taken > 0, last, self.root))
 
     def resume(self, other: Drafter, source: int, count: int) -> None:
         self.move_row(0, other, source, count)
@@ -212,15 +213,15 @@ class HeadDrafter(Drafter):
 
 class RestingDrafter(Drafter):
     """A head's drafter in rounds without drafts: it keeps the target's features of up to `backlog` of them, which the
-    head reads before it drafts again."""
+    head reads before it drafts again. The rounds keep the last tokens, root [B]."""
 
     traits = Traits(Place.DEVICE, reads_logits=False)
     nodes = max_path = 1
 
-    def __init__(self, drafter: HeadDrafter) -> None:
+    def __init__(self, drafter: HeadDrafter, root: Tensor) -> None:
         config = drafter.head.config
         width = len(config.taps) * config.target_hidden_size if config.kind == "eagle3" else config.hidden_size
-        self.root, self.state = drafter.root, drafter.state
+        self.root, self.state = root, drafter.state
         self.features = drafter.last.new_zeros(len(self.root), drafter.backlog + 1, width)
         """Features [B, n, F] of the last token before each of the rounds."""
         self.row, self.kept = torch.arange(len(self.root), device=self.root.device), torch.zeros_like(self.root)
@@ -243,7 +244,6 @@ class RestingDrafter(Drafter):
     ) -> None:
         self.features.index_put_((self.row, self.kept), features[:, 0].to(self.features.dtype))
         self.kept.add_(active)
-        self.root.copy_(torch.where(active, verdict.bonus, self.root))
 
 
 @dataclass(frozen=True, slots=True)

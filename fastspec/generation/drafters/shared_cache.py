@@ -105,8 +105,8 @@ class SharedCacheDrafter(Drafter):
         other._grows(shape)
         return other
 
-    def resting(self) -> Drafter:
-        return RootsOnly(self, self.root)
+    def resting(self, root: Tensor) -> Drafter:
+        return RootsOnly(self, root)
 
     def bind(self, target: Target) -> None:
         self.target, self.program = target, self.program_of(target)

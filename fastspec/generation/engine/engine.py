@@ -55,7 +55,7 @@ class Engine(Generic[TargetT]):
         if isinstance(drafter, MixingDrafter):
             self.choice = MixedChoice(ops, drafter, rule, draws)
         self._program = partial(RoundProgram, target, ops=ops, state=self.state, measures=measures, pad_token=pad_token)
-        resting = None if drafter is None or sizes is None else drafter.resting()
+        resting = None if drafter is None or sizes is None else drafter.resting(self.state.root)
         self.main, self.plain, self.given = (self._program(each) for each in (drafter, resting, None))
         """The call's own rounds, those without its drafter, and those that verify a given text."""
         self.undrafted = self._undrafted()
