@@ -7,8 +7,8 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,7 +23,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from fastspec.config import ContinuousBatch
 from fastspec.devices import free_memory, made_current
 from fastspec.errors import FastSpecError, Unsupported
-from fastspec.generation.capture import SPENT, padded_width
+from fastspec.generation.capture import SPENT
 from fastspec.generation.constraint import AnyToken
 from fastspec.generation.drafters.base import Decoding, HostDrafter, check_rows
 from fastspec.generation.engine.call import Request
@@ -65,7 +65,6 @@ from fastspec.patches.warmup import (
     SHARE,
     WARM_LENGTH,
     WARM_NEW,
-    WARM_SIZED,
     open_batch_calls,
     room_for,
     warm_lengths,
@@ -79,6 +78,8 @@ CHUNKS = {"cuda": 1024, "cpu": 256}
 pass."""
 AGREED_EVERY = 64
 """Turns after which processes choose the sizes of trees by newer times."""
+POLL = 0.002
+"""Seconds after which a warm-up looks again how many turns there were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,27 +304,37 @@ class Continuous:
         tell = told or (lambda done, of: None)
         self._between_turns("reserve", room_for(length, rounds.engine.main.longest) if captures else 0)
         self._between_turns("try", captures)
-        sizes = self._widths.sizes()
-        sized = any(None not in each for each in sizes.values())
-        calls = list(open_batch_calls(longest, sizes, together, captures=captures, constrains=constrains))
+        calls = list(
+            open_batch_calls(longest, self._widths.sizes(), together, captures=captures, constrains=constrains)
+        )
         try:
-            for done, (lengths, options, constrained, size) in enumerate(calls):
+            for done, call in enumerate(calls):
                 tell(done, len(calls))
-                self._between_turns("narrow", size)  # each call in rounds of its own number of rows, and of its size
-                texts = [torch.randint(vocabulary, (1, count), generator=numbers, device="cpu") for count in lengths]
-                ask = self._submit_constrained if constrained else self.submit
+                self._between_turns("narrow", call.size)  # each in rounds of its own number of rows, and of its size
+                texts = [
+                    torch.randint(vocabulary, (1, count), generator=numbers, device="cpu") for count in call.lengths
+                ]
+                ask = self._submit_constrained if call.constrained else self.submit
                 with self._changed:  # so that they come at once
-                    new = WARM_SIZED if sized and max(lengths) <= padded_width(1) else WARM_NEW
-                    more = {"max_new_tokens": min(new, self.max_length - max(lengths)), **whole, **options}
-                    futures = [ask(row, attention_mask=torch.ones_like(row), seed=0, **more) for row in texts]
-                for future in futures:
-                    future.result()
+                    new = min(call.tokens, self.max_length - max(call.lengths))
+                    options = {"max_new_tokens": new, **whole, **call.options}
+                    futures = [ask(row, attention_mask=torch.ones_like(row), seed=0, **options) for row in texts]
+                self._wait_for(futures, call.turns)
         finally:
             if self.alive:
                 self._between_turns("try", False)
                 self._between_turns("begin")  # the last turn counts on behind its answers
         tell(len(calls), len(calls))
         return time.perf_counter() - began
+
+    def _wait_for(self, futures: Sequence[AnswerFuture], turns: int | None) -> None:
+        """Wait for answers, of which those that have not ended after so many turns are cancelled."""
+        most = self.turns + turns if turns else None
+        while most is not None and self.turns < most and not all(future.done() for future in futures):
+            wait(futures, POLL)
+        for future in futures:
+            if most is None or not future.cancel():
+                future.result()
 
     def _submit_constrained(self, ids: Tensor, seed: int, **options: Any) -> AnswerFuture:
         """`submit`, behind a constraint that allows every token."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,12 @@ NEW = 4
 WARM_NEW = 24
 """Tokens of a warm-up's answers: several rounds, whatever is accepted, of which the second is captured."""
 WARM_SIZED = 40
-"""The same where the size of a round is chosen: enough rounds that their time is measured, too."""
+"""Tokens of a call where the size of a round is chosen: enough rounds that their time is measured, too."""
+MADE, TIMED, HOSTED = 3, 8, 3
+"""Turns of an open batch that make the rounds of a size (one of them reads prompts, one captures), and that measure
+them, and those whose tokens the host chooses."""
+WARM_ENDLESS = 128
+"""Tokens of answers that are cancelled after these turns."""
 WARM_SLOTS = 2048
 WARM_LENGTH = WARM_SLOTS - EXTENT_BUCKET
 """Tokens of texts that a warm-up is for: with what rounds write beyond their ends they have room in buffers of
@@ -68,24 +74,46 @@ def room_for(length: int, longest: int) -> int:
     return rounded(length + OVERSHOT * longest)
 
 
+@dataclass(frozen=True, slots=True)
+class OpenCall:
+    """Prompts that come to an open batch at once in a warm-up: their tokens, how theirs are chosen, whether behind a
+    constraint, and the size of the rounds' trees, where it is chosen; then the answers are cancelled after so many
+    `turns`, and have no rounds where these are 0."""
+
+    lengths: Sequence[int]
+    options: dict[str, Any]
+    constrained: bool = False
+    size: int | None = None
+    turns: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of an answer."""
+        if self.turns is None:
+            return WARM_NEW
+        return WARM_ENDLESS if self.turns else 1
+
+
 def open_batch_calls(
     length: int, sizes: Mapping[int, Sequence[int | None]], together: int, *, captures: bool, constrains: bool
-) -> Iterator[tuple[list[int], dict[str, Any], bool, int | None]]:
-    """Prompts that warm up an open batch: the tokens of prompts that come at once, `length` at most, how their tokens
-    are chosen, whether behind a constraint, where the batch `constrains`, and the size of the rounds' trees.
+) -> Iterator[OpenCall]:
+    """Prompts that warm up an open batch, of `length` tokens at most, behind constraints too where it `constrains`.
 
     First come the passes that read prompts, alone and up to `together` of them at once; where passes are captured each
     comes twice: the first one compiles. Then come rounds of every number of rows, and of each of their `sizes`.
     """
     several = [[min(width, length)] * count for count, width in groups(together) if width < 2 * length]
     passes = [*([width] for width in widths(length, 1, captures=captures)), *sorted(several, key=max, reverse=True)]
+    turns = 0 if captures and all(None not in choices for choices in sizes.values()) else None
     for lengths in passes:
         for _ in range(1 + captures):
-            yield lengths, GREEDY, False, 1 if captures else None
+            yield OpenCall(lengths, GREEDY, turns=turns)
     for count, choices in sizes.items():
         for options, constrained in ((GREEDY, False), (SAMPLED, False), *[(GREEDY, True)] * constrains):
+            hosted = constrained or options is not GREEDY
             for size in choices:
-                yield [min(padded_width(1), length)] * count, options, constrained, size
+                turns = None if size is None else MADE + (HOSTED if hosted else TIMED)
+                yield OpenCall([min(padded_width(1), length)] * count, options, constrained, size, turns)
 
 
 def warmup(

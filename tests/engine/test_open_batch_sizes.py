@@ -198,7 +198,7 @@ def test_prompts_join_rests_without_the_others_being_read(captured: bool, monkey
     drafters = []
     for order in ((4,), (0,)):
         force_sizes(monkeypatch, order=order)
-        monkeypatch.setattr(TreeSizes, "_affords", lambda self, size, order=order: order == (4,))
+        monkeypatch.setattr(TreeSizes, "_affords", lambda self, size, rounds=1, order=order: order == (4,))
         reads.clear()
         plain, model = made("random")
         first, *others = texts(9, 5, 7, 6, 4)
@@ -236,7 +236,7 @@ def test_an_exact_model_s_default_chooses_sizes_and_keeps_the_bits(
             force_sizes(monkeypatch)
         ran = what_no_graph_served(monkeypatch)
         with fastspec.continuous(model, "eagle3", rows=4, max_length=128) as batch:
-            batch.warmup(length=60)
+            batch.warmup(length=100)
             assert all(each is not None for each in chosen(batch).values())
             ran.clear()
             for _ in range(2):
