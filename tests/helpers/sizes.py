@@ -29,7 +29,7 @@ def force_sizes(monkeypatch: Any, order: tuple[int, ...] = ORDER, rounds: int = 
         count(self, size, accepted, *more)
 
     monkeypatch.setattr(TreeSizes, "_choose", choose)
-    monkeypatch.setattr(TreeSizes, "_affords", lambda self, size: True)
+    monkeypatch.setattr(TreeSizes, "_affords", lambda self, size, rounds=1: True)
     monkeypatch.setattr(TreeSizes, "count", watched)
     monkeypatch.setattr(round_times, "keep_times", lambda path, known: None)
     return taken
