@@ -74,6 +74,7 @@ class Waiting:
         self.queue = deque(enumerate(prompts))
         """(number, tokens) of each prompt."""
         self.reads_together = self.drafting = True
+        self.takes_drafts: list[bool] | None = None
         self.wanted, self.long, self.reserved = True, True, set()  # type: tuple[bool, bool, set[int]]
 
     def free(self) -> list[int]:
@@ -127,7 +128,7 @@ class Stepping:
 
     def __init__(self, rows: int, drafts: bool = False) -> None:
         self.state, self.longest, self.in_flight = RoundState(rows, CPU), LONGEST, False
-        self.target, self.drafter = SimpleNamespace(captures=False), None
+        self.target, self.drafter, self.sizes = SimpleNamespace(captures=False), None, None
         self.steps: list[Any] = []
         self.admitted: list[Any] = []
         self.entries: list[tuple[Reader, Told | None]] = []
