@@ -221,6 +221,27 @@ def test_prompts_join_rests_without_the_others_being_read(captured: bool, monkey
             assert torch.allclose(one[0][row, :, :count], other[0][row, :, :count], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_row_that_takes_no_drafts_is_read_whole(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In rounds without drafts, more of them than pairs are kept of: the head's cache is that of a row that drafts."""
+    if captured:
+        stand_in(monkeypatch)
+    monkeypatch.setattr(Drafter, "backlog", 25)
+    force_sizes(monkeypatch, order=(4,))
+    drafters, (text,) = [], texts(9)
+    for drafts in (True, False):
+        plain, model = made("random")
+        with fastspec.continuous(model, AUTO, rows=1, max_length=150, prefix_caching=False) as batch:
+            found = told([batch.submit(text, **GREEDY, max_new_tokens=70, drafts=drafts)])
+            assert found == [alone(plain, text, 70)]
+        drafters.append(batch._widths.current.engine.drafter)
+    count = min(int(each.state.lengths[0]) for each in drafters)
+    assert count >= 9 + 68
+    wanted, got = drafters
+    for one, other in ((wanted.attention.k, got.attention.k), (wanted.attention.v, got.attention.v)):
+        assert torch.allclose(one[0][0, :, :count], other[0][0, :, :count], atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("forced", [False, True])

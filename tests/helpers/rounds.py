@@ -128,7 +128,7 @@ class Stepping:
 
     def __init__(self, rows: int, drafts: bool = False) -> None:
         self.state, self.longest, self.in_flight = RoundState(rows, CPU), LONGEST, False
-        self.target, self.drafter, self.sizes = SimpleNamespace(captures=False), None, None
+        self.target, self.drafter = SimpleNamespace(captures=False), None
         self.steps: list[Any] = []
         self.admitted: list[Any] = []
         self.entries: list[tuple[Reader, Told | None]] = []

@@ -143,6 +143,8 @@ class Engine(Generic[TargetT]):
         self.measured_from = None
         if self.resting is not None:
             self.resting.forget(row)  # the others' is read later
+        if self.sizes is not None and self.pinned is None:
+            self.sizes.join(1 / len(self.state.running))
         self._leave()
         self.target.copy_row(row, target, count, source or 0)
         if drafter is not None and self.drafter is not None:

@@ -301,8 +301,6 @@ class Rounds(Generic[TargetT]):
         self.batch.seat(row, prompt, count, prefix)
         self.verifier.seat([row], [prompt])
         self.batch.stats.joined += 1
-        if self.engine.sizes is not None and self.engine.pinned is None:
-            self.engine.sizes.join(1 / len(self.batch.places))
         self.batch.read(prompt, tokens, scores, logits)
 
 
