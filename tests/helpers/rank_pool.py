@@ -54,7 +54,10 @@ class RankPool:
     folder: Path = field(init=False)
     processes: list[BaseProcess] = field(default_factory=list)
     ends: list[connection.Connection] = field(default_factory=list)
+    times: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """Seconds of the last case, and of these seconds of compiling kernels, by process."""
     limit: float = 0.0
+    until: float = 0.0
 
     def start(self) -> None:
         """Start the processes, where none run."""
@@ -83,6 +86,23 @@ class RankPool:
 
     def finish(self) -> list[list[Any]]:
         """Results of the case by process. Raises Failed where one has none, and ends the processes."""
+        try:
+            told = self.answers()
+            lost = {rank for rank in range(self.count) if not isinstance(told.get(rank), list)}
+            if not lost:
+                return [told[rank] for rank in range(self.count)]
+            late = "it did not answer in time, and stands at\n"
+            lines = [
+                "it ran the case" if rank not in lost else told[rank] if rank in told else late + self.stack(rank)
+                for rank in range(self.count)
+            ]
+            raise Failed("\n".join(f"process {rank} of {self.count}: {line}" for rank, line in enumerate(lines)))
+        except BaseException:
+            self.close(patience=0.0)
+            raise
+
+    def answers(self) -> dict[int, Any]:
+        """What each process that answers in time tells: its results, or in words why there are none."""
         until, waiting, told = self.until, set(range(self.count)), dict[int, Any]()
         while waiting:
             ready = connection.wait([self.ends[rank] for rank in waiting], max(0.0, until - time.monotonic()))
@@ -91,18 +111,14 @@ class RankPool:
             for rank in [rank for rank in waiting if self.ends[rank] in ready]:
                 waiting.remove(rank)
                 try:
-                    told[rank] = torch.load(io.BytesIO(self.ends[rank].recv_bytes()), weights_only=False)
+                    sent = io.BytesIO(self.ends[rank].recv_bytes())
+                    told[rank], self.times[rank] = torch.load(sent, weights_only=False)
                 except (EOFError, OSError):
                     self.processes[rank].join(LAG)
                     told[rank] = f"it has ended, with {self.processes[rank].exitcode}"
                 if isinstance(told[rank], str):
                     until = min(until, time.monotonic() + LAG)
-        if not waiting and all(isinstance(each, list) for each in told.values()):
-            return [told[rank] for rank in range(self.count)]
-        told |= {rank: f"it did not answer in time, and stands at\n{self.stack(rank)}" for rank in waiting}
-        self.close()
-        lines = (each if isinstance(each, str) else "it ran the case" for _, each in sorted(told.items()))
-        raise Failed("\n".join(f"process {rank} of {self.count}: {line}" for rank, line in enumerate(lines)))
+        return told
 
     def stack(self, rank: int) -> str:
         """Python's stack of a process that hangs."""
@@ -115,13 +131,15 @@ class RankPool:
             time.sleep(0.05)
         return place.read_text()
 
-    def close(self) -> None:
-        """End the processes, whatever they do."""
-        for process in self.processes:
-            process.kill()
-        for process, end in zip(self.processes, self.ends, strict=True):
-            process.join()
+    def close(self, patience: float = 5.0) -> None:
+        """End the processes, which go by themselves where they wait for a case."""
+        for end in self.ends:
             end.close()
+        until = time.monotonic() + patience
+        for process in self.processes:
+            process.join(max(0.0, until - time.monotonic()))
+            process.kill()
+            process.join()
         if self.processes:
             shutil.rmtree(self.folder, ignore_errors=True)
         self.processes, self.ends = [], []
@@ -144,11 +162,15 @@ class RankPools:
                     other.close()
         with ranks.of_size(count, device):
             pool.begin(run, folder, kind)
+            began = time.perf_counter()
             try:
                 torch.manual_seed(0)
                 expected = [ranks.on_cpu(each) for each in run(ranks.whole(folder), kind)] if alone else []
             finally:
+                spent = time.perf_counter() - began
                 made = pool.finish()
+        times = ", ".join(f"{whole:.1f} s ({compiling:.1f} of compiling)" for whole, compiling in pool.times.values())
+        print(f"in {count} processes {times}; alone {spent:.1f} s")
         return made, expected
 
     def compare(self, run: Case, folder: Path, kind: str = "", **where: Any) -> list[Any]:
@@ -170,25 +192,28 @@ def serve(rank: int, count: int, device: str, folder: Path, end: connection.Conn
     stack = (folder / f"stack{rank}").open("w")
     faulthandler.register(signal.SIGUSR1, stack)
     ranks.join(rank, folder, device, count)
-    compile_all = ahead._compile
+    compile_all, compiling = ahead._compile, 0.0
 
     def in_turn(*given: Any) -> None:
-        """Compile what the first of them compiles once: the others find it in Triton's cache."""
+        """Compile one after another: what the first has compiled the others find in Triton's cache."""
+        nonlocal compiling
+        began = time.perf_counter()
         with (folder / "compiles").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             compile_all(*given)
+        compiling += time.perf_counter() - began
 
     ahead._compile = in_turn
     with suppress(EOFError):
         while True:
             run, models, kind = end.recv()
             torch.manual_seed(rank)
-            made = io.BytesIO()
+            made, began, compiling = io.BytesIO(), time.perf_counter(), 0.0
             try:
                 found: Any = [ranks.on_cpu(each) for each in run(ranks.cut(models), kind)]
             except BaseException:
                 found = traceback.format_exc()
-            torch.save(found, made)
+            torch.save((found, (time.perf_counter() - began, compiling)), made)
             end.send_bytes(made.getvalue())
             del found
             gc.collect()
