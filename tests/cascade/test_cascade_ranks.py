@@ -19,6 +19,8 @@ from helpers.ranks import COUNTS, SIZE, of_size, work
 import fastspec
 from fastspec.errors import Unsupported
 
+CASES = "served", "called", "failing", "drafted"
+
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
@@ -66,7 +68,13 @@ def test_so_do_other_modes_and_a_batch_whose_round_failed(
     compare(rank_pools, folder_of(SIZE), name)
 
 
-@pytest.mark.parametrize("name", ["served", "called", "failing", "drafted"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_so_do_those_of_four_processes(rank_pools: RankPools, folder_of: Callable[[int], Path], name: str) -> None:
+    compare(rank_pools, folder_of(4), name, count=4)
+
+
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("count", COUNTS)
 def test_so_do_those_of_several_gpus(
     rank_pools: RankPools, folder_of: Callable[[int], Path], count: int, name: str

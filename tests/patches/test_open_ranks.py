@@ -62,8 +62,11 @@ def compare(pools: RankPools, folder: Path, name: str, **where: Any) -> None:
 
 
 @pytest.mark.parametrize("name", [*ALIKE, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
-def test_answers_are_those_of_one_process(rank_pools: RankPools, folder_of: Callable[[int], Path], name: str) -> None:
-    compare(rank_pools, folder_of(SIZE), name)
+@pytest.mark.parametrize("count", [SIZE, pytest.param(4, marks=pytest.mark.slow)])
+def test_answers_are_those_of_one_process(
+    rank_pools: RankPools, folder_of: Callable[[int], Path], count: int, name: str
+) -> None:
+    compare(rank_pools, folder_of(count), name, count=count)
 
 
 @pytest.mark.parametrize("name", (*ALIKE, *MORE))
