@@ -32,11 +32,11 @@ from fastspec.kernels import ahead
 from helpers import ranks
 from helpers.processes import forks
 
-LIMIT = {"cpu": 300.0, "cuda": 120.0}
+LIMIT = {"cpu": 300.0, "cuda": 90.0}
 """Seconds of a case."""
 START = 90.0
 """Seconds more for the first case, in which the processes import torch and find each other."""
-LAG = 20.0
+LAG = 10.0
 """Seconds that the others have to tell something once one has failed."""
 Case = Callable[[Any, str], list[Any]]
 
