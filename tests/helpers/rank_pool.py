@@ -204,10 +204,10 @@ def serve(rank: int, count: int, device: str, folder: Path, end: connection.Conn
         compiling += time.perf_counter() - began
 
     ahead._compile = in_turn
-    with suppress(EOFError):
+    with suppress(EOFError, KeyboardInterrupt):
         while True:
             run, models, kind = end.recv()
-            torch.manual_seed(rank)
+            torch.manual_seed(0)
             made, began, compiling = io.BytesIO(), time.perf_counter(), 0.0
             try:
                 found: Any = [ranks.on_cpu(each) for each in run(ranks.cut(models), kind)]
