@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastspec import files
 from fastspec.kernels import ahead
 from helpers import ranks
 from helpers.processes import forks
@@ -191,6 +192,7 @@ def serve(rank: int, count: int, device: str, folder: Path, end: connection.Conn
     """One of the processes: a case after another, until it is ended."""
     stack = (folder / f"stack{rank}").open("w")
     faulthandler.register(signal.SIGUSR1, stack)
+    os.environ[files.SETTING] = str(folder / "cache")  # one process must not find what `alone` has just kept
     ranks.join(rank, folder, device, count)
     compile_all, compiling = ahead._compile, 0.0
 
