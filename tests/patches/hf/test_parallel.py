@@ -35,7 +35,7 @@ from helpers.ranks import (
     sized,
     staged,
 )
-from helpers.ranks_told import by_first, refusals, tuned
+from helpers.ranks_told import by_first, refusals, tuned, verdicts, vocabularies
 from helpers.vision import seeing
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import CONFIG_MAPPING
@@ -152,7 +152,20 @@ def test_what_the_first_process_does_for_all_ends_in_all(rank_pools: RankPools, 
         "KeyboardInterrupt: ",
     ]
     assert other[:4] == told and mine[4] == other[4] == 5
-    assert all("fastspec.tune found" in each[5] for each in (mine, other))
+    assert all("fastspec.tune found" in why for each in (mine, other) for why in each[5:])
+
+
+def test_the_first_process_s_verdict_on_an_mtp_layer_is_that_of_all(rank_pools: RankPools, folder: Path) -> None:
+    """One that finds a kept verdict does not leave others alone with the probe's sums."""
+    (mine, other), _ = rank_pools.run(verdicts, folder, alone=False)
+    (_, before), *_ = mine
+    assert mine == [(1, before), 1, (1, before), 1, (2, before), 1]
+    assert other == [(1, before), 0, (1, before), 0, (2, before), 1]
+
+
+def test_the_first_process_s_draft_vocabulary_is_that_of_all(rank_pools: RankPools, folder: Path) -> None:
+    drafted, *_ = rank_pools.compare(vocabularies, folder)
+    assert drafted == [*range(40)]
 
 
 def test_launches_are_tuned_by_one_and_used_by_all(rank_pools: RankPools, folder: Path) -> None:
