@@ -32,7 +32,6 @@ from transformers.generation.stopping_criteria import (
 )
 
 from fastspec.errors import FastSpecError, Unsupported
-from fastspec.patches.assistants.registry import Continued, EagleDecoding, StaticDecoding
 from fastspec.patches.hf.compat import device_of, is_shared_out
 from fastspec.patches.hf.parallel import group_of
 
@@ -64,7 +63,8 @@ class Ranks:
             raise Unsupported(
                 f"the {self.group.size()} processes that hold the model together called generate with different "
                 "arguments: each must pass the same input_ids, assistant, settings and kinds of streamer, profile and "
-                "criteria, and have the same launches that fastspec.tune found, in a cache folder that all of them read"
+                "criteria, and run the same kernels by the same launches that fastspec.tune found, in a cache folder "
+                "that all of them read"
             )
 
     def check_answers(self, answers: list[list[int]]) -> None:
@@ -147,6 +147,13 @@ def ranks_of(model: Any) -> Ranks | None:
     """The processes that hold a model together, or None where one holds all of it."""
     group = group_of(model)
     return None if group is None else Ranks(group, device_of(model))
+
+
+def by_first(model: Any, run: Callable[[], Value]) -> Value:
+    """What `run` gives in the first of the processes that hold a model together, or here where one holds all of it: all
+    of them call this, and what each would read or measure for itself is the same in all."""
+    ranks = ranks_of(model)
+    return run() if ranks is None else ranks.by_first(run)
 
 
 _open: Counter[tuple[int, ...]] = Counter()
@@ -247,6 +254,8 @@ class SynchronizedCall(LocalCall):
     def check(self, decoding: Any) -> None:
         """Raise Unsupported for what runs the model otherwise than in passes of the whole, or needs weights between
         them."""
+        from fastspec.patches.assistants.registry import Continued, EagleDecoding, StaticDecoding
+
         inner, why = decoding.decoding if isinstance(decoding, Continued) else decoding, None
         if not any(isinstance(module, FSDPModule) for module in self.model.modules()):
             why = (
