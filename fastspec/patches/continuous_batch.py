@@ -268,7 +268,7 @@ class Continuous:
         rows, greedy and sampled; where these are captured there are also rounds held to grammars, unless several
         processes hold the model, and buffers have room for texts of `length` tokens from then on. A longer text makes
         them larger, and what was captured is captured anew, while all rows wait. None: as many tokens as a row has room
-        for, 3,968 at most, or as fit half of the free memory. N-gram drafts have rounds of every size of their trees.
+        for, 8,064 at most, or as fit half of the free memory. N-gram drafts have rounds of every size of their trees.
         To be called before prompts come: `stats` begin anew behind it. Of processes that hold the model together the
         first one's call is that of all; in the others it does nothing. `told` is called with (calls that are done, of
         how many). Raises Unsupported for a `length` below 1, and for rows without room for an answer.

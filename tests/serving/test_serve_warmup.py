@@ -204,16 +204,17 @@ def test_a_warm_up_is_for_as_long_texts_as_half_of_the_free_memory_holds(
 ) -> None:
     told = list[str]()
     monkeypatch.setattr(continuous_batch, "notice", told.append)
-    assert [*warm_lengths(5000)] == [3968, 1920] and [*warm_lengths(3000)] == [3000, 1920] and [*warm_lengths(1)] == [1]
+    assert [*warm_lengths(9000)] == [8064, 3968, 1920] and [*warm_lengths(5000)] == [5000, 3968, 1920]
+    assert [*warm_lengths(3000)] == [3000, 1920] and [*warm_lengths(1)] == [1]
     _, model = made("random", max_position_embeddings=8192)
     with fastspec.continuous(model, "autoregressive", rows=3) as batch:
         assert batch._warm_length() == 1920  # of rounds that are not captured, whose buffers grow as they like
     stand_in(monkeypatch)
     with fastspec.continuous(made("random", max_position_embeddings=8192)[1], "autoregressive", rows=3) as batch:
-        for length, shorter in ((3968, 1920), (1920, 1920)):
+        for length, shorter in ((8064, 3968), (3968, 1920), (1920, 1920)):
             need = 2 * batch._widths.bytes(room_for(length, 1))
             for free, wanted in ((need, length), (need - 1, shorter)):
                 monkeypatch.setattr(continuous_batch, "free_memory", lambda device, free=free: free)
                 told.clear()
-                assert batch._warm_length() == wanted and len(told) == (wanted < 3968)
+                assert batch._warm_length() == wanted and len(told) == (wanted < 8064)
                 assert all(f"texts of {wanted:,} tokens" in line and "up to 8,192" in line for line in told)
