@@ -116,6 +116,7 @@ class Continuous:
     ) -> None:
         self.model, self.session, self.decoding, self.chunk = model, session, decoding, chunk
         self._resolved, rows, narrows = resolved, settings.rows, settings.narrows
+        self._narrows = narrows
         self._together = TOGETHER if narrows else 1  # which would make roundings depend on the load
         self.max_length = settings.max_length or min(LONGEST, position_limit(model.config) or LONGEST)
         self.stats = Stats(assistant=decoding.name, rows=rows)
@@ -369,7 +370,8 @@ class Continuous:
 
     @property
     def info(self) -> dict[str, str]:
-        """Settings that it decodes with: assistant, kernels, device, dtype, rows and the tokens of one."""
+        """Settings that it decodes with: assistant, kernels, device, dtype, rows and the tokens of one, and behind a
+        warm-up the memory of buffers that is held for rows."""
         model = self.model
         return {
             "assistant": self.decoding.name,
@@ -378,6 +380,7 @@ class Continuous:
             "dtype": str(dtype_of(model)).removeprefix("torch."),
             "rows": str(self.stats.rows),
             "max_length": str(self.max_length),
+            **({"buffers": f"{self._widths.bytes(room) / 2**30:.1f} GiB"} if (room := self._widths.room) else {}),
         }
 
     @property
@@ -463,6 +466,8 @@ class Continuous:
         plan = replace(plan if ops.captures else sized(plan), ranks=self.ranks)  # no row waits for a size's capture
         engine = new_engine(plan)
         self._agree_on_sizes(engine)
+        if isinstance(engine.drafter, HostDrafter):  # processes choose alike
+            engine.drafter.timed = self._narrows and self.ranks is None
         check_rows(engine.drafter, self.decoding.name)
         _, features = request.read(engine.target)
         if engine.drafter is not None:

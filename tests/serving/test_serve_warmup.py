@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 import fastspec
 from fastspec.errors import Unsupported
 from fastspec.generation import sequence_state
+from fastspec.generation.drafters import nasd
 from fastspec.generation.stats import Stats
 from fastspec.patches import continuous_batch
 from fastspec.patches.warmup import room_for, warm_lengths
@@ -164,7 +165,9 @@ def test_texts_behind_a_warm_up_find_everything_captured(
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
 @pytest.mark.parametrize(
-    ("assistant", "length"), [("autoregressive", None), ("autoregressive", 100), (TREE, None)], ids=str
+    ("assistant", "length"),
+    [("autoregressive", None), ("autoregressive", 100), (TREE, None), ("nasd", None)],
+    ids=str,
 )
 def test_chats_of_any_length_behind_a_warm_up_find_everything_captured(
     assistant: Any, length: int | None, device: str, monkeypatch: pytest.MonkeyPatch
@@ -174,6 +177,7 @@ def test_chats_of_any_length_behind_a_warm_up_find_everything_captured(
     if device == "cpu":
         stand_in(monkeypatch)
         monkeypatch.setattr(continuous_batch, "free_memory", lambda device: 2**30)
+        monkeypatch.setitem(nasd.COSTS, "cpu", nasd.COSTS["cuda"])
     buffers_of_cuda(monkeypatch)
     ran = what_no_graph_served(monkeypatch)
     model = made("random", max_position_embeddings=512)[1].to(device)
@@ -181,6 +185,7 @@ def test_chats_of_any_length_behind_a_warm_up_find_everything_captured(
         batch.warmup(length)
         ran.clear()
         assert length is not None or bytes_of(batch) == batch._widths.bytes(512)
+        assert batch.info["buffers"] == "0.0 GiB"
         chats = texts(380, 150)
         for turn in range(2):
             with batch._changed:
