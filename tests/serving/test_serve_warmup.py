@@ -22,6 +22,7 @@ import fastspec
 from fastspec.errors import Unsupported
 from fastspec.generation import sequence_state
 from fastspec.generation.drafters import nasd
+from fastspec.generation.drafters.base import HostDrafter
 from fastspec.generation.stats import Stats
 from fastspec.patches import continuous_batch
 from fastspec.patches.warmup import room_for, warm_lengths
@@ -200,7 +201,7 @@ def bytes_of(batch: Any) -> int:
     """Memory of the keys and values of all rows, and of the row that a prompt is read in."""
     engines = [each.engine for each in batch._widths.made.values()]
     pairs = [(engine.target, engine.drafter) for engine in engines] + [engines[0].entries[1]]
-    states = [part.state for pair in pairs for part in pair if part is not None]
+    states = [part.state for pair in pairs for part in pair if part is not None and not isinstance(part, HostDrafter)]
     return sum(kind.k.nbytes + kind.v.nbytes for state in states for kind in state.kinds)
 
 
