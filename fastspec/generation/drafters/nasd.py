@@ -310,10 +310,11 @@ class NasdDrafter(HostDrafter):
         return max(0.0, spent / plain - 1)
 
     def current_costs(self) -> dict[int, float]:
-        """Costs of rounds by their nodes: as estimated, or as measured where rounds are `timed`."""
-        plain = self.times.ms(1)
-        drafted = {size: spent for size in self.costs if size > 1 and (spent := self._ms(size)) is not None}
-        return self.costs if plain is None or not drafted else {1: plain / MARGIN, **drafted}
+        """Costs of rounds by their nodes, behind a look-up: as estimated, or as measured where rounds are `timed`."""
+        found = {size: spent for size in self.costs if (spent := self._ms(size)) is not None}
+        if (vain := self.times.ms(IN_VAIN)) is not None and found:
+            found[1] = vain / MARGIN
+        return found or self.costs
 
     def _ran(self, kind: int) -> None:
         """A round of this kind has ended. The first of several without drafts waits for the host, unlike the others."""
