@@ -2,10 +2,8 @@
 file and assistant.
 
     python benchmarks/acceptance.py --prompts mt_bench.jsonl gsm8k.jsonl --batch 40 --tokens 256 --dtype float32 --out rows.jsonl
-    python benchmarks/acceptance.py --prompts mt_bench.jsonl --batch 8 --no-plain --no-end --dtype bfloat16 --out rows.jsonl
     python benchmarks/acceptance.py --prompts mt_bench.jsonl --batch 40 --rows 8 --no-plain --dtype bfloat16 --out rows.jsonl
     python benchmarks/acceptance.py --prompts mt_bench.jsonl --no-plain --head one another --tree 60,7,10 60,9,10 --out rows.jsonl
-    python benchmarks/acceptance.py --prompts mt_bench.jsonl --batch 8 --tokens 96 --head-bits 16 8 --backend torch --out rows.jsonl
     python benchmarks/acceptance.py --prompts mt_bench.jsonl --temperature 0.6 1 --tree 60,7,10 60,4,10 --dtype bfloat16 --out rows.jsonl
 
 A prompt file has `prompt` or `turns` (the first is asked) in each row. Every batch is answered greedily by

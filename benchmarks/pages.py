@@ -40,6 +40,7 @@ NAMES = {
     "qwen2.5-coder-1.5b-instruct": "Qwen2.5-Coder-1.5B",
     "qwen2-1.5b": "Qwen2-1.5B shape",
     "llama-8b": "Llama-3.1-8B shape",
+    "llama-8b-fp8": "Llama-3.1-8B shape, FP8",
     "llama-70b": "Llama-3.1-70B shape",
     "qwen3-8b": "Qwen3-8B shape",
     "mixtral-8x7b": "Mixtral-8x7B shape",
@@ -247,16 +248,17 @@ def sampling() -> str:
     return markdown(["temperature", "depth", "MT-bench", "HumanEval", "GSM8K"], cells)
 
 
-SERVED = {"vllm": "vLLM", "fastspec": "fastspec"}
+SERVED = {"vllm": "vLLM", "fastspec-autoregressive": "fastspec, no drafts", "fastspec": "fastspec"}
 SERVED |= {"vllm-eagle3-3": "vLLM, EAGLE-3", "fastspec-eagle3": "fastspec, EAGLE-3"}
 """A server's name in the rows -> what runs there."""
 
 
-def servers(files: Sequence[str] = ("serving_h100", "serving_qwen_h100"), names: Sequence[str] = tuple(SERVED)) -> str:
+def servers(files: Sequence[str] = ("serving_h100", "serving_qwen_h100")) -> str:
     """Tokens per second of servers by requests in flight; of streams and chats the times to first tokens too."""
     cells, cases = [], dict[tuple[Any, ...], dict[str, Row]]()
     for row in (row for file in files for row in rows(file) if row["way"] != "long"):
         cases.setdefault((row["model"], row["way"], row["in_flight"]), {})[row["server"]] = row
+    names = [name for name in SERVED if any(name in found for found in cases.values())]
     for (model, way, in_flight), found in cases.items():
         line = [NAMES.get(model, model), way, str(in_flight)]
         cells.append([*line, *(served(found[name]) if name in found else "" for name in names)])
@@ -507,7 +509,7 @@ MADE += (peers_served, first_tokens, smollm2_heads, head_bits, stored, eagle_hea
 MADE += (prompt_parts, exact, exact_rounds)
 TABLES: dict[str, Callable[[], str]] = {table.__name__: table for table in MADE}
 TABLES |= {file: partial(peers, file) for file in PEERS}
-TABLES["servers_h200"] = partial(servers, ["serving_h200"], ("vllm", "fastspec", "fastspec-eagle3"))
+TABLES["servers_h200"] = partial(servers, ["serving_h200"])
 
 
 def filled(text: str) -> str:

@@ -20,7 +20,7 @@ import argparse
 import datetime
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -140,30 +140,31 @@ def norms(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, wi
     return found
 
 
-def rounds(model: Any, head: Any, ids: Tensor, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of rounds of one model: transformers' own, plain ones, and those with a head."""
-    found = [{"method": "transformers", **peer(model, ids, min(args.tokens, 24), args.calls)}] if args.peer else []
+def rounds(model: Any, head: Any, ids: Tensor, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Rows of rounds of one model, as they are measured: transformers' own, plain ones, and those with a head."""
+    read = sum(local_part(parameter).nbytes for parameter in read_parameters(model))
+    kept = kept_bytes(model, ids.shape[1], len(ids)) // processes_of(model)
+    base = {"what": "round", "read_bytes": read, "kept_bytes": kept}
+    if args.peer:
+        yield base | {"method": "transformers", **peer(model, ids, min(args.tokens, 24), args.calls)}
     big = fastspec.Eagle3(depth=7, top_k=10, total_tokens=60)
     with fastspec.patched(model, eagle3=head, backend=args.backend):
 
-        def asked(when: str) -> None:
+        def asked(when: str) -> Iterator[dict[str, Any]]:
             for method in args.methods.split(","):
                 name = method.removesuffix(WHOLE)
                 least = 1 << 62 if method.endswith(WHOLE) else head_program.LEAST_BYTES
                 with patch.object(head_program, "LEAST_BYTES", least):  # a head of fewer is not cut
                     assistant = big if name == "eagle3" and ids.is_cuda else name
                     row = ours(model, ids, assistant, args.tokens, args.calls)
-                    found.append({"method": method, "launches": when, **row})
+                yield base | {"method": method, "launches": when, **row}
 
-        asked(fastspec.report(model).tables)
+        yield from asked(fastspec.report(model).tables)
         if args.tune:
             tuned = fastspec.tune(model, length=ids.shape[1], minutes=args.tune)
             if dist.get_rank() == 0:
                 print(tuned, flush=True)
-            asked(fastspec.report(model).tables)
-    read = sum(local_part(parameter).nbytes for parameter in read_parameters(model))
-    kept = kept_bytes(model, ids.shape[1], len(ids)) // processes_of(model)
-    return [{"what": "round", "read_bytes": read, "kept_bytes": kept, **row} for row in found]
+            yield from asked(fastspec.report(model).tables)
 
 
 def cascade(model: Any, name: str, ids: Tensor, args: argparse.Namespace) -> list[Row]:
@@ -215,7 +216,7 @@ def main(arguments: list[str] | None = None) -> None:
     bandwidth = read_bandwidth(device.type)
     shared = place(device, args.dtype)
 
-    def tell(rows: list[dict[str, Any]], **more: Any) -> None:
+    def tell(rows: Iterable[dict[str, Any]], **more: Any) -> None:
         for row in ({**shared, **more, **row} for row in rows):
             if bandwidth and "read_bytes" in row:
                 row["floor_ms"] = round(1e3 * (row["read_bytes"] + row["kept_bytes"]) / bandwidth, 4)

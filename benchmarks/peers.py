@@ -202,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shown = ("model", "rows", "before", "engine", "method", "tokens_per_second", "first_token_s", "round_ms")
     for name in args.shapes:
         for row in of_shape(name, run):
-            write(args.out, {"model": name, "weights": args.fp8 or "dense", **row, **where}, shown)
+            write(args.out, {"model": name + ("-fp8" if args.fp8 else ""), **row, **where}, shown)
     if run.failed:
         raise SystemExit(f"failed: {'; '.join(run.failed)}")
 

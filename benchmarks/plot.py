@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
     elif "shape" in rows[0]:
         rounds(rows, path)
     else:
-        draw([row for row in rows if row["date"] == rows[-1]["date"]], path)
+        draw([row for row in rows if row.get("date") == rows[-1].get("date")], path)
 
 
 def save(figure: Any, path: Path) -> None:

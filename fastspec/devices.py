@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache, wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fastspec.errors import Unsupported
 
@@ -16,24 +14,6 @@ MEASURED = ("NVIDIA H100 80GB HBM3", "NVIDIA H200")
 """The devices, as torch names them, that the launch tables were measured on, and on which all kernels were tested."""
 STORED = "NVIDIA H200"
 """The device that products of stored weights were timed on (stored_h200.jsonl)."""
-
-
-Made = TypeVar("Made", bound=Callable[..., Any])
-
-
-def constant(make: Made) -> Made:
-    """Cache of a tensor by its arguments, made with data also where a program is first looked at without (the look of
-    kernels/ahead.py): what a look has made has none, and would be read as if it had."""
-
-    @lru_cache
-    @wraps(make)
-    def made(*given: Any) -> Any:
-        from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-        with unset_fake_temporarily():
-            return make(*given)
-
-    return made  # type: ignore[return-value]  # typed as what it caches
 
 
 def choose_device(name: str | None = None) -> str:

@@ -129,6 +129,16 @@ def captures(monkeypatch):
 
 
 @pytest.fixture(scope="session")
+def rank_pools():
+    """Processes that hold models together, kept for all tests that want as many."""
+    from helpers.rank_pool import RankPools
+
+    pools = RankPools()
+    yield pools
+    pools.close()
+
+
+@pytest.fixture(scope="session")
 def smollm2():
     """(model, tokenizer) of SmolLM2-135M-Instruct in fp32 on the CPU. Shared: a test that patches it must unpatch
     it."""

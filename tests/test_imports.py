@@ -18,8 +18,11 @@ HEAVY = {"torch", "triton", "transformers", "accelerate", "safetensors", "numpy"
 GROUPS = "attention", "cache", "drafting", "layer", "linear", "quantised", "recurrent", "verification"
 REFERENCE = tuple(f"kernels.{group}.reference" for group in GROUPS)
 ALLOWED = {  # layer -> (heavy packages, modules of fastspec) that it may import
-    "kernels": ({"torch", "triton"}, ("errors", "kernels")),
-    "generation": ({"torch", "safetensors"}, ("config", "default_trees", "errors", "files", "generation", *REFERENCE)),
+    "kernels": ({"torch", "triton"}, ("constants", "errors", "kernels")),
+    "generation": (
+        {"torch", "safetensors"},
+        ("config", "constants", "default_trees", "errors", "files", "generation", *REFERENCE),
+    ),
     "cascade": (
         {"torch", "safetensors"},
         ("cascade", "config", "distribution", "errors", "files", "generation", *REFERENCE),

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from fastspec.devices import constant
+from fastspec.constants import constant
 from fastspec.generation.tree import TokenTree
 
 Nodes = tuple[list[list[int]], list[list[int]]]

@@ -27,6 +27,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from fastspec.errors import Unsupported
 
@@ -101,6 +102,20 @@ class Pointer:
         return self.offset
 
 
+class WithoutData(FakeTensorMode):
+    """Torch's mode in which operations have no data. By itself it runs `add_`, `sub_`, `mul_`, `div_` and `copy_` for
+    real where all tensors given are real: a counter that a program counts up would stand one too high from then on."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        schema = getattr(func, "_schema", None)  # higher-order operators have none
+        if schema is not None and schema.is_mutable:
+            args, kwargs = tree_map_only(Tensor, self._emptied, (args, kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _emptied(self, x: Tensor) -> Tensor:
+        return x if isinstance(x, FakeTensor) else self.from_tensor(x)
+
+
 def compile_ahead(program: Callable[[], object], say: Callable[[str], None]) -> int:
     """Compile what a program will launch and Triton's cache lacks -> the number of kernels, which `say` is told before.
 
@@ -155,7 +170,7 @@ def _look(program: Callable[[], object], collector: Collector) -> None:
             warnings.catch_warnings(),
             _restored(program),
             _noted(collector),
-            FakeTensorMode(allow_non_fake_inputs=True),
+            WithoutData(allow_non_fake_inputs=True),
         ):
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # 0 will do: aligned
             program()

@@ -126,6 +126,7 @@ class Continuous:
     ) -> None:
         self.model, self.session, self.decoding, self.chunk = model, session, decoding, chunk
         self._resolved, rows, narrows = resolved, settings.rows, settings.narrows
+        self._narrows = narrows
         self._together = TOGETHER if narrows else 1  # which would make roundings depend on the load
         self.max_length = settings.max_length or min(LONGEST, position_limit(model.config) or LONGEST)
         self.stats = Stats(assistant=decoding.name, rows=rows)
@@ -278,7 +279,7 @@ class Continuous:
         rows, greedy and sampled; where these are captured there are also rounds held to grammars, unless several
         processes hold the model, rounds of every size that trees may take, whose times are measured, and buffers have
         room for texts of `length` tokens from then on. A longer text makes them larger, and what was captured is
-        captured anew, while all rows wait. None: as many tokens as a row has room for, 3,968 at most, or as fit half of
+        captured anew, while all rows wait. None: as many tokens as a row has room for, 8,064 at most, or as fit half of
         the free memory. N-gram drafts have rounds of every size of their trees. To be called before prompts come:
         `stats` begin anew behind it. Of processes that hold the model together the first one's call is that of all; in
         the others it does nothing. `told` is called with (calls that are done, of how many). Raises Unsupported for a
@@ -396,7 +397,8 @@ class Continuous:
 
     @property
     def info(self) -> dict[str, str]:
-        """Settings that it decodes with: assistant, kernels, device, dtype, rows and the tokens of one."""
+        """Settings that it decodes with: assistant, kernels, device, dtype, rows and the tokens of one, and behind a
+        warm-up the memory of buffers that is held for rows."""
         model = self.model
         return {
             "assistant": self.decoding.name,
@@ -405,6 +407,7 @@ class Continuous:
             "dtype": str(dtype_of(model)).removeprefix("torch."),
             "rows": str(self.stats.rows),
             "max_length": str(self.max_length),
+            **({"buffers": f"{self._widths.bytes(room) / 2**30:.1f} GiB"} if (room := self._widths.room) else {}),
         }
 
     @property
@@ -490,6 +493,8 @@ class Continuous:
         plan = replace(sized(plan), ranks=self.ranks)
         engine = new_engine(plan)
         self._agree_on_sizes(engine)
+        if isinstance(engine.drafter, HostDrafter):  # processes choose alike
+            engine.drafter.timed = self._narrows and self.ranks is None
         check_rows(engine.drafter, self.decoding.name)
         _, features = request.read(engine.target)
         if engine.drafter is not None:

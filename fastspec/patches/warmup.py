@@ -36,9 +36,9 @@ WARM_SLOTS = 2048
 WARM_LENGTH = WARM_SLOTS - EXTENT_BUCKET
 """Tokens of texts that a warm-up is for: with what rounds write beyond their ends they have room in buffers of
 WARM_SLOTS."""
-MOST_WARM = 2 * WARM_SLOTS - EXTENT_BUCKET
-"""The same where nobody says how many tokens, as far as memory allows: buffers of twice as many slots let attention run
-by kernels whose time for short texts was not measured."""
+MOST_WARM = 4 * WARM_SLOTS - EXTENT_BUCKET
+"""The same where nobody says how many tokens, as far as memory allows: what a row has room for by default. From twice
+WARM_SLOTS on attention over trees runs by another kernel on Hopper, whose compilation stopped all rows for a second."""
 SHARE = 2
 """Part of the free memory, one in so many, that buffers for texts of any length may take."""
 OVERSHOT = 4

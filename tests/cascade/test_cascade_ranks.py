@@ -4,93 +4,88 @@ the others alone."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import ranks, ranks_cascade
+from helpers import ranks_cascade
 from helpers.models import tiny_model
 from helpers.processes import spawn
-from helpers.ranks import COUNTS, SIZE, whole, work
-from torch import multiprocessing
+from helpers.rank_pool import RankPools
+from helpers.ranks import COUNTS, SIZE, of_size, work
 
 import fastspec
 from fastspec.errors import Unsupported
 
-Made = tuple[Path, list[dict[str, Any]]]
-
-
-def run_both(folder: Path, names: tuple[str, ...]) -> Made:
-    """The folder of the models, and what each of the two processes made of all jobs."""
-    ranks_cascade.save(folder)
-    spawn(work, (folder, [(name, getattr(ranks_cascade, name), str(folder)) for name in names]), SIZE)
-    return folder, [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(SIZE)]
+CASES = "served", "called", "failing", "drafted"
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    return run_both(tmp_path_factory.mktemp("ranks"), ("served", "refused"))
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """The folder of the models for so many processes."""
+
+    @cache
+    def made(count: int) -> Path:
+        folder = tmp_path_factory.mktemp("ranks")
+        with of_size(count):
+            ranks_cascade.save(folder)
+        return folder
+
+    return made
 
 
-@pytest.fixture(scope="module")
-def more(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    return run_both(tmp_path_factory.mktemp("ranks"), ("called", "failing", "drafted"))
+def compare(pools: RankPools, folder: Path, name: str, **where: Any) -> list[list[Any]]:
+    """Results of a case by process, of which the first's are those of one process."""
+    made, expected = pools.run(getattr(ranks_cascade, name), folder, str(folder), **where)
+    assert made[0] == expected
+    return made
 
 
-def compare(both: Made, name: str) -> list[Any]:
-    """The first process's results of a job, which are those of one process; returns the other's."""
-    folder, (mine, *others) = both
-    assert isinstance(mine[name], list), mine[name]
-    for other in others:
-        assert isinstance(other[name], list), other[name]
-    run: Callable[..., list[Any]] = getattr(ranks_cascade, name)
-    expected = run(whole(folder), str(folder))
-    assert mine[name] == expected
-    return others[0][name]
-
-
-def test_an_open_batch_answers_as_the_cascades_own_generate_in_one_process(both: Made) -> None:
-    submitted, loads, alive = compare(both, "served")
+def test_an_open_batch_answers_as_the_cascades_own_generate_in_one_process(
+    rank_pools: RankPools, folder_of: Callable[[int], Path]
+) -> None:
+    mine, (submitted, loads, alive) = compare(rank_pools, folder_of(SIZE), "served")
     assert "this is process 1 of the 2 that hold the model together, and the first one takes" in submitted
     assert loads == ["medium", "large"] and alive == "False"
-    visits = [visit for row in both[1][0]["served"][1:-1:2] for visit in row]
+    visits = [visit for row in mine[1:-1:2] for visit in row]
     assert {name for name, outcome, *_ in visits if outcome == "answered"} == {"small", "medium", "large"}
     assert any(0 < kept < handed for *_, kept, handed in visits)
 
 
 @pytest.mark.slow
-def test_so_does_generate_over_processes(more: Made) -> None:
-    other = compare(more, "called")
-    assert other == more[1][0]["called"]
+def test_so_does_generate_over_processes(rank_pools: RankPools, folder_of: Callable[[int], Path]) -> None:
+    mine, other = compare(rank_pools, folder_of(SIZE), "called")
+    assert other == mine
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["failing", "drafted"])
-def test_so_do_other_modes_and_a_batch_whose_round_failed(more: Made, name: str) -> None:
-    compare(more, name)
+def test_so_do_other_modes_and_a_batch_whose_round_failed(
+    rank_pools: RankPools, folder_of: Callable[[int], Path], name: str
+) -> None:
+    compare(rank_pools, folder_of(SIZE), name)
 
 
-@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_so_do_those_of_four_processes(rank_pools: RankPools, folder_of: Callable[[int], Path], name: str) -> None:
+    compare(rank_pools, folder_of(4), name, count=4)
+
+
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("count", COUNTS)
-def test_so_do_those_of_several_gpus(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "SIZE", count)
-    monkeypatch.setattr(ranks, "HERE", "cuda")
-    monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    ranks_cascade.save(tmp_path)
-    names = "served", "called", "failing", "drafted"
-    jobs = [(name, getattr(ranks_cascade, name), str(tmp_path)) for name in names]
-    multiprocessing.spawn(work, args=(tmp_path, jobs, "cuda", count), nprocs=count)
-    made = tmp_path, [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(count)]
-    for name in names:
-        compare(made, name)
+def test_so_do_those_of_several_gpus(
+    rank_pools: RankPools, folder_of: Callable[[int], Path], count: int, name: str
+) -> None:
+    compare(rank_pools, folder_of(count), name, count=count, device="cuda")
 
 
-def test_what_is_refused_by_name(both: Made) -> None:
-    _, (mine, other) = both
-    told = mine["refused"]
-    assert isinstance(told, list), told
-    assert other["refused"] == told
+def test_what_is_refused_by_name(rank_pools: RankPools, folder_of: Callable[[int], Path]) -> None:
+    folder = folder_of(SIZE)
+    (told, other), _ = rank_pools.run(ranks_cascade.refused, folder, str(folder), alone=False)
+    assert other == told
     size, loaded, kept, kept_calls, missing, missing_calls, whole, cut, large, called, fine, second, beside, after = (
         told
     )
@@ -109,7 +104,7 @@ def test_what_is_refused_by_name(both: Made) -> None:
 )
 def test_a_process_that_is_lost_or_parts_ends_the_batch(how: str, why: str, tmp_path: Path) -> None:
     ranks_cascade.save(tmp_path)
-    spawn(work, (tmp_path, [("run", ranks_cascade.lost, f"{how} in {tmp_path}")]), SIZE)
+    spawn(work, (tmp_path, ranks_cascade.lost, f"{how} in {tmp_path}"), SIZE)
     waiting, after, alive, seconds = torch.load(tmp_path / "told0.pt")
     assert seconds < 60 and alive == "False"
     assert "a round failed in process 0" in waiting or "cannot reach the others" in waiting

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.captured import stand_in
+from helpers.captured import Looked, stand_in
 from helpers.gemma4 import bigram_gemma4, knowing
 from helpers.generate import MAKERS, NEVER, SHALLOW, bigram, prompts, same, seer, seer1, stats
 from helpers.models import tiny_head, tiny_model
@@ -24,6 +24,7 @@ import fastspec
 from fastspec import Eagle1, Eagle2, Eagle3, Mtp
 from fastspec.default_trees import BATCH_TREES, CPP_TREE, DEFAULT_TREES, MOST_NODES, MOST_STEPS, TREE_STEPS, sampled
 from fastspec.errors import Unsupported
+from fastspec.generation import sequence_state
 from fastspec.generation.drafters.base import Drafter
 from fastspec.generation.drafters.dynamic_tree import trees_of
 from fastspec.generation.drafters.head_drafter import RestingDrafter
@@ -322,6 +323,88 @@ def test_a_head_reads_it_while_rounds_go_on(forced, monkeypatch, lengths):
         flying = [rounds for rounds, in_flight in read if in_flight]
         assert len(flying) > 3 and max(rounds for rounds, _ in read) in (6, 7)
         assert sum(rounds for rounds, _ in read) < 150 - (order == (0,))
+
+
+class Counted(list[int]):
+    """Rounds that the device had counted after each round, in how many of which one was in flight."""
+
+    flying = 0
+
+
+@pytest.fixture
+def counted(monkeypatch) -> Counted:
+    """Let every round with chosen sizes check that the device counts as many rounds without drafts as the host, with
+    the one in flight: in every row that goes on, those since its prompt joined."""
+    found = Counted()
+    since: dict[int, dict[int, int]] = {}
+    step, admit, hand_over = Engine._sized_step, Engine.admit, RestingDrafter.hand_over
+
+    def stepped(self: Engine[Any], *given: Any) -> Any:
+        emitted = step(self, *given)
+        assert isinstance(self.resting, RestingDrafter)
+        flying = self.in_flight and not self.size
+        there, found.flying = self.kept + flying, found.flying + flying
+        joined = since.get(id(self.resting), {})
+        for row, (count, goes_on) in enumerate(zip(self.resting.counts.tolist(), self.state.running, strict=True)):
+            wanted = there - joined.get(row, 0)
+            assert count == wanted if goes_on else count <= wanted
+        found.append(there)
+        return emitted
+
+    def admitted(self: Engine[Any], row: int, *given: Any) -> None:
+        assert not self.in_flight
+        since.setdefault(id(self.resting), {})[row] = self.kept
+        admit(self, row, *given)
+
+    def handed(self: RestingDrafter, rounds: int) -> None:
+        assert self.counts.max() <= rounds <= self.backlog
+        since.pop(id(self), None)
+        hand_over(self, rounds)
+
+    monkeypatch.setattr(Engine, "_sized_step", stepped)
+    monkeypatch.setattr(Engine, "admit", admitted)
+    monkeypatch.setattr(RestingDrafter, "hand_over", handed)
+    return found
+
+
+@pytest.mark.parametrize("lengths", [(9,), (9, 3, 1)], ids=str)
+def test_the_device_counts_the_rounds_that_the_host_counts(forced, counted, monkeypatch, lengths):
+    """In calls of all lengths on engines that are kept, which end by length or by an end token with a round in flight,
+    and in the middle of which graphs are captured, and captured anew in larger buffers."""
+    stand_in(monkeypatch, Looked)
+    monkeypatch.setattr(Drafter, "backlog", 21)
+    monkeypatch.setattr(sequence_state, "FIRST_SLOTS", 64)
+    model = bigram()
+    pair = bigram(), fastspec.patch(model, eagle3=seer(model))
+    for order, rounds in (((0, 0, 0, 0, 4), 7), ((0, 1, 0, 2), 3)):
+        forced(order, rounds)
+        for count, end in ((150, NEVER), (1, NEVER), (2, NEVER), (90, 9), (150, NEVER)):
+            same(pair, Eagle3(total_tokens="auto"), prompts(*lengths), max_new_tokens=count, eos_token_id=end)
+    assert max(counted) in (20, 21) and counted.flying > 20
+
+
+def test_it_does_where_prompts_come_and_go(forced, counted, monkeypatch):
+    stand_in(monkeypatch, Looked)
+    monkeypatch.setattr(Drafter, "backlog", 21)
+    forced((0, 0, 0, 0, 4), 7)
+    model = bigram()
+    plain, patched = bigram(), fastspec.patch(model, eagle3=seer(model))
+    inputs, options = prompts(9, 3, 7, 5, 8, 4, 6), {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
+    expected = plain.generate(**inputs, **options, eos_token_id=9)
+    joined = fastspec.ContinuousBatch(Eagle3(total_tokens="auto"), rows=2)
+    for _ in range(2):
+        assert patched.generate(**inputs, **options, eos_token_id=9, assistant=joined).tolist() == expected.tolist()
+    ids = [torch.arange(6, 46 + length)[None] for length in range(3, 10)]
+    options["eos_token_id"] = NEVER
+    with fastspec.continuous(patched, Eagle3(total_tokens="auto"), rows=4) as batch:
+        counts = [4 + 9 * (index % 3) for index in range(6)] + [100]
+        futures = [
+            batch.submit(row, **{**options, "max_new_tokens": count}) for row, count in zip(ids, counts, strict=True)
+        ]
+        for row, count, future in zip(ids, counts, futures, strict=True):
+            wanted = plain.generate(row, **{**options, "max_new_tokens": count})
+            assert future.result(300).tolist() == wanted.tolist()
+    assert max(counted) in (20, 21) and counted.flying > 20
 
 
 class Pausing(Drafter):

@@ -88,8 +88,16 @@ def test_a_sample_of_one_token_is_the_greedy_text(made, kind, assistant, options
     same(made[kind], assistant, prompts(5, 9), do_sample=True, eos_token_id=NEVER, **options)
 
 
-@pytest.mark.parametrize("kind", [*DISTINCT, *GENERIC])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in ("llama", "gpt2", *SCALES) else pytest.param(kind, marks=pytest.mark.slow)
+        for kind in (*DISTINCT, *GENERIC)
+    ],
+)
 def test_every_family(kind):
+    """Here those whose LM head scales what it reads, and one of each mode: the next test holds all to the feature that
+    heads read of them, and tests/patches/hf/test_families.py to the trees."""
     model = tiny_model(kind, **SHALLOW)
     inputs, options = prompts(9, 3, 6), {"max_new_tokens": 6, "do_sample": False}
     expected = model.generate(**inputs, **options)

@@ -299,9 +299,11 @@ def test_nothing_after_an_end_token_is_kept(pair, make):
 def test_a_second_turn_on_a_cache_counts_the_first(pair):
     """The cache holds the first turn, and the drafter still reads all of the text."""
     inputs, more = prompts(7), prompts(2, seed=3)["input_ids"]
-    options = {"do_sample": False, "eos_token_id": NEVER, "max_new_tokens": 6, "return_dict_in_generate": True}
+    options: dict[str, Any] = {"do_sample": False, "eos_token_id": NEVER, "max_new_tokens": 6}
+    options["return_dict_in_generate"] = True
     one = pair[1].generate(**inputs, **options, assistant="nasd")
     ids = torch.cat((one.sequences, more), 1)
+    options["attention_mask"] = torch.ones_like(ids)
     storage = fastspec.NgramStorage(2)
     two = pair[1].generate(ids, **options, **{CACHE: kept_cache(one)}, assistant=fastspec.Nasd(storage=storage))
     assert two.sequences.tolist() == pair[0].generate(ids, **options).sequences.tolist()

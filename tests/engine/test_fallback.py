@@ -10,7 +10,7 @@ import torch
 from helpers.captured import stand_in
 from helpers.devices import ON_CUDA, prompts
 from helpers.fallback import soon_out
-from helpers.generate import answer, bigram, same, shallow_model, stats, unpatched
+from helpers.generate import MAKERS, answer, bigram, same, stats, unpatched
 from helpers.models import tiny_model
 from helpers.tokenizers import DRAFT, TARGET
 
@@ -64,7 +64,7 @@ def moved(draft: Any, device: str) -> Any:
 
 def drafting(kind: str, device: str) -> tuple[Any, Any]:
     """(the unpatched model, the same patched) with drafts that are mostly wrong."""
-    model, draft = shallow_model().to(device), KINDS[kind]()
+    model, draft = MAKERS["random"][0]().to(device), KINDS[kind]()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*drafting will not pay")
         return unpatched("random").to(device), fastspec.patch(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers.captured import stand_in
 from helpers.cascade import trained
-from helpers.generate import NEVER, answer, kept, shallow_model
+from helpers.generate import NEVER, answer, kept, shallow_model, two_layers
 from helpers.open import GREEDY, SECONDS, alone, texts, told
 
 import fastspec
@@ -33,7 +33,7 @@ SPECULATIVE = {
     "chains": Speculative(gamma=3),
     "branches": Speculative(gamma=3, branches=2),
     "early exit": Speculative(early_exit=1, gamma=2),
-    "early exit, adaptive": Speculative(early_exit=2),
+    "early exit, adaptive": Speculative(early_exit=1),
 }
 EXACT = (*SPECULATIVE, "lossless")
 ALL = (*EXACT, "token")
@@ -41,7 +41,7 @@ ALL = (*EXACT, "token")
 
 @cache
 def plain() -> Any:
-    return kept(shallow_model())
+    return kept(two_layers())
 
 
 def noisy(noise: float) -> Any:

@@ -69,6 +69,21 @@ class Stand(capture.Captured):
         return self.result
 
 
+class Looked(Stand):
+    """One whose program is looked at before its first run, as on CUDA, where its kernels are compiled then."""
+
+    def __call__(self, program: Any, key: Any) -> Any:
+        if self.key is None:
+            self.look(program)
+        return super().__call__(program, key)
+
+    def look(self, program: Any) -> None:
+        """Run it without data."""
+        from fastspec.kernels import ahead  # of Triton, which is for Linux
+
+        ahead._look(program, ahead.Collector())
+
+
 def what_no_graph_served(monkeypatch: Any) -> list[Any]:
     """The programs that run for the first or second time from here on, on CUDA or with stand-ins."""
     found: list[Any] = []
@@ -85,10 +100,10 @@ def what_no_graph_served(monkeypatch: Any) -> list[Any]:
     return found
 
 
-def stand_in(monkeypatch: Any, **more: Any) -> None:
+def stand_in(monkeypatch: Any, stand: type[Stand] = Stand, **more: Any) -> None:
     """Let every model have a backend of plain torch that captures, with `more` ops."""
     for module in (capture, schedule):
-        monkeypatch.setattr(module, "Captured", Stand)
+        monkeypatch.setattr(module, "Captured", stand)
     captures = more.pop("captures", True)
     ops = replace(TORCH, name="stand-in", captures=captures, packs=captures, **more)
     monkeypatch.setattr("fastspec.patches.session.choose_backend", lambda *_, **__: ops)

@@ -25,7 +25,7 @@ SCHEMA = {
 
 def terse(seed: int = 0, **sizes: int) -> Any:
     """A bigram target that seldom says a blank, of which JSON may have many."""
-    model = bigram(seed, vocab_size=SIZE, **sizes)
+    model = bigram(seed, vocab_size=SIZE, **{"num_hidden_layers": 3, **sizes})  # whose answers end
     with torch.no_grad():
         model.lm_head.weight[[token for token in range(SIZE) if " " in TOKENIZER.decode(token)]] = 0.0
     return model

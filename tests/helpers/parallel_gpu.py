@@ -57,20 +57,34 @@ def replayed(run: Callable[[Tensor], Tensor], x: Tensor, inputs: list[Tensor]) -
 
 
 def begin(rank: int, size: int, folder: str, backend: str, device: int = 0) -> dist.ProcessGroup:
-    torch.cuda.set_device(device)
-    store = f"file://{Path(folder) / 'store'}"
-    dist.init_process_group(
-        backend, init_method=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=120)
-    )
+    """The group of so many processes, which they may be already."""
+    if not dist.is_initialized():
+        torch.cuda.set_device(device)
+        store, limit = f"file://{Path(folder) / 'store'}", datetime.timedelta(seconds=120)
+        dist.init_process_group(backend, init_method=store, rank=rank, world_size=size, timeout=limit)
     assert dist.group.WORLD is not None
     return dist.group.WORLD
 
 
+def together(rank: int, size: int, folder: str, apart: bool = True) -> dist.ProcessGroup:
+    """The group of processes with a GPU each, or, without `apart` or as many GPUs, on one GPU, where they see each
+    other's memory as GPUs over NVLink do."""
+    if apart and torch.cuda.device_count() >= size:
+        return begin(rank, size, folder, "nccl", rank)
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    symmetric.reachable = lambda group: True  # type: ignore[assignment]  # each counts as a GPU of its own
+    return begin(rank, size, folder, "gloo")
+
+
+def end() -> None:
+    """Wait for the others."""
+    torch.cuda.synchronize()
+    dist.barrier()
+
+
 def shared(rank: int, folder: str) -> None:
     """One of two processes on one GPU, which see each other's memory as GPUs over NVLink do."""
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    group = begin(rank, 2, folder, "gloo")
-    symmetric.reachable = lambda group: True  # type: ignore[assignment]  # each counts as a GPU of its own
+    group = together(rank, 2, folder, apart=False)
     for dtype in (torch.bfloat16, torch.float32):
         for rows, way in WAYS.items():
             if dtype is torch.bfloat16:
@@ -84,9 +98,7 @@ def shared(rank: int, folder: str) -> None:
                 assert torch.equal(symmetric.all_reduce(x.clone(), group), total), (rows, dtype)
             made = replayed(lambda x: symmetric.all_reduce(x, group), mine[0].clone(), mine)
             assert all(map(torch.equal, made, want)), (rows, dtype)
-    torch.cuda.synchronize()
-    dist.barrier()
-    dist.destroy_process_group()
+    end()
 
 
 def alike(group: dist.ProcessGroup, made: list[Tensor]) -> bool:
@@ -107,11 +119,7 @@ def added(parts: list[Tensor]) -> Tensor:
 def normed(rank: int, folder: str, size: int = 2) -> None:
     """One of some processes, on a GPU of its own where there are so many: norms of sums in one launch, eager and
     replayed, with other numbers and widths of rows in turn, are those of two launches, whoever is late."""
-    apart = torch.cuda.device_count() >= size
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    group = begin(rank, size, folder, "nccl" if apart else "gloo", rank if apart else 0)
-    if not apart:
-        symmetric.reachable = lambda group: True  # type: ignore[assignment]
+    group = together(rank, size, folder)
     graphs = []
     for turn, (dtype, width, rows) in enumerate(NORMS * 2):
         parts = [
@@ -143,19 +151,13 @@ def normed(rank: int, folder: str, size: int = 2) -> None:
             want = norms.rms_norm(added([each * (turn + 1) for each in parts[:-1]]), weight, 1e-5, residual)
             assert near(made, want), turn
     assert alike(group, [each for _, made, *_ in graphs for each in made])
-    torch.cuda.synchronize()
-    dist.barrier()
-    dist.destroy_process_group()
+    end()
 
 
 def sent(rank: int, folder: str) -> None:
     """One of two processes, as `normed` has them: products of one row that send themselves give, eager and replayed,
     among norms that send what stands, what the product and the norm give apart."""
-    apart = torch.cuda.device_count() > 1
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    group = begin(rank, 2, folder, "nccl" if apart else "gloo", rank if apart else 0)
-    if not apart:
-        symmetric.reachable = lambda group: True  # type: ignore[assignment]
+    group = together(rank, 2, folder)
     launch_of, told = reduced_norm.sending_launch, []
     reduced_norm.sending_launch = lambda own: told.append(launch_of(own)) or told[-1]  # type: ignore[func-returns-value]
     for dtype, width, depth in ((torch.bfloat16, 4096, 2048), (torch.bfloat16, 576, 1536), (torch.float16, 1024, 24)):
@@ -201,20 +203,15 @@ def sent(rank: int, folder: str) -> None:
                 torch.cuda.synchronize()
             assert all(map(near, made, wanted(turn))), turn
         assert alike(group, [each for pair in made for each in pair])
+    reduced_norm.sending_launch = launch_of
     assert sum(each is not None for each in told) == 12 and len(told) == 18  # eager and captured, two of three
-    torch.cuda.synchronize()
-    dist.barrier()
-    dist.destroy_process_group()
+    end()
 
 
 def found(rank: int, folder: str) -> None:
     """One of two processes, as `normed` has them: what tokens stand for in a table of which each has half, columns side
     by side, and the likeliest of tokens, eager and replayed; a look at a program before its first run asks nobody."""
-    apart = torch.cuda.device_count() > 1
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    group = begin(rank, 2, folder, "nccl" if apart else "gloo", rank if apart else 0)
-    if not apart:
-        symmetric.reachable = lambda group: True  # type: ignore[assignment]
+    group = together(rank, 2, folder)
     draws = torch.Generator().manual_seed(3)
     for dtype, width in ((torch.bfloat16, 4096), (torch.float32, 64), (torch.float16, 576)):
         table = torch.randn(101, width, generator=draws).to("cuda", dtype)
@@ -233,9 +230,7 @@ def found(rank: int, folder: str) -> None:
             if rows <= 10:  # more go through NCCL
                 made = replayed(partial(joins.all_gather, width=2 * cut - 1, group=group), own[0].clone(), own)
                 assert all(map(torch.equal, made, logits)), (dtype, rows)
-    torch.cuda.synchronize()
-    dist.barrier()
-    dist.destroy_process_group()
+    end()
 
 
 def alone(rank: int, folder: str) -> None:
@@ -247,10 +242,9 @@ def alone(rank: int, folder: str) -> None:
     long = [drawn(1025, turn, torch.bfloat16) for turn in range(3)]  # longer than what goes through symmetric memory
     assert all(map(torch.equal, replayed(lambda x: symmetric.all_reduce(x, group), long[-1].clone(), long), long))
     torch.cuda.synchronize()
-    dist.destroy_process_group()
 
 
-WORK = {
+WORK: dict[str, tuple[Callable[[int, str], None], int]] = {
     "symmetric memory": (shared, 2),
     "norms": (normed, 2),
     "norms of four": (partial(normed, size=4), 4),
@@ -258,3 +252,16 @@ WORK = {
     "look-ups and joins": (found, 2),
     "NCCL": (alone, 1),
 }
+
+
+def once(rank: int, name: str, folder: str) -> None:
+    """One of them in a process of its own."""
+    WORK[name][0](rank, folder)
+    dist.destroy_process_group()
+
+
+def case(load: Any, name: str) -> list[Any]:
+    """One of them in processes that have a GPU each already."""
+    del load
+    WORK[name][0](dist.get_rank(), "")
+    return []

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import datetime
 import os
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count as count_from
@@ -53,7 +53,7 @@ SMALL = {"num_hidden_layers": 3}
 SEEING = "qwen2_5_vl"
 OWN_LAYER = "glm4_moe with its MTP layer"
 SIZE = 2
-"""How many processes there are; `work` sets it."""
+"""How many processes there are; `join` and `of_size` set it."""
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 DRAWN = {"max_new_tokens": 6, "do_sample": True, "temperature": 0.8, "top_k": 30}
 
@@ -67,10 +67,10 @@ def on_gpus(count: int) -> list[pytest.MarkDecorator]:
     ]
 
 
-COUNTS = [pytest.param(count, marks=on_gpus(count)) for count in (2, 4)]
-"""How many GPUs hold a model together in a test of open batches."""
+COUNTS = [pytest.param(count, marks=[pytest.mark.gpu, *on_gpus(count)], id=f"{count}gpus") for count in (2, 4)]
+"""How many GPUs hold a model together in a test."""
 HERE = "cpu"
-"""The device of the inputs, heads and models that are whole, "cpu" or "cuda"; `work` sets its process's own."""
+"""The device of the inputs, heads and models that are whole, "cpu" or "cuda"; `join` and `of_size` set it."""
 
 
 def sizes() -> dict[str, int]:
@@ -477,31 +477,39 @@ def _kind(name: str) -> Any:
     return AutoModelForImageTextToText if name == SEEING else AutoModelForCausalLM
 
 
-def work(
-    rank: int,
-    folder: Path,
-    jobs: list[tuple[str, Callable[[Loader, str], Any], str]],
-    device: str = "cpu",
-    size: int = SIZE,
-) -> None:
-    """One of `size` processes: every job's result, or what was raised, as `rank.pt` in the folder. On "cuda" each has a
-    GPU of its own."""
+@contextmanager
+def of_size(size: int, device: str = "cpu") -> Iterator[None]:
+    """Models and inputs are those of so many processes on a device, in this process too."""
+    global HERE, SIZE
+    before = HERE, SIZE
+    HERE, SIZE = device, size
+    try:
+        yield
+    finally:
+        HERE, SIZE = before
+
+
+def on_cpu(result: Any) -> Any:
+    """A result as it is compared, on the CPU."""
+    return result.cpu() if isinstance(result, Tensor) else result
+
+
+def join(rank: int, folder: Path, device: str = "cpu", size: int = SIZE) -> None:
+    """Make this process one of `size`, which meet in a folder. On "cuda" each has a GPU of its own."""
     global HERE, SIZE
     HERE, SIZE = device, size
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(SIZE)}
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), SIZE)
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = "gloo" if device == "cpu" else "nccl"
     dist.init_process_group(backend, store=store, rank=rank, world_size=SIZE, timeout=datetime.timedelta(seconds=300))
-    found: dict[str, Any] = {}
-    for name, run, kind in jobs:
-        try:
-            found[name] = [each.cpu() if isinstance(each, Tensor) else each for each in run(cut(folder), kind)]
-        except Exception:
-            found[name] = traceback.format_exc()
-        torch.save(found, folder / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+
+
+def work(rank: int, folder: Path, run: Callable[[Loader, str], Any], kind: str) -> None:
+    """One of two processes that run a case which ends them."""
+    join(rank, folder)
+    run(cut(folder), kind)

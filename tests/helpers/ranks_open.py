@@ -38,6 +38,8 @@ from helpers.ranks import Loader, first, given, here, sizes
 
 GREEDY = {"do_sample": False, "eos_token_id": NEVER, "max_new_tokens": 12}
 DRAWN = {"do_sample": True, "eos_token_id": NEVER, "max_new_tokens": 12, "temperature": 0.8}
+LONG = 60
+"""Tokens of an answer of 7 rounds at the least: on no device has a round more than 9."""
 COUNTS = "joined", "reused", "rounds", "row_rounds", "emitted", "round_tokens", "accepted", "drafted"
 SETTINGS: list[dict[str, Any]] = [
     GREEDY,
@@ -209,8 +211,8 @@ def ended(load: Loader, kind: str) -> list[Any]:
             futures = [
                 batch.submit(ids[0], streamer=heard, **GREEDY),
                 batch.submit(ids[1], streamer=Rounds(0), **GREEDY),
-                batch.submit(ids[2], streamer=Rounds(2), **GREEDY),
-                batch.submit(ids[3], **{**GREEDY, "max_new_tokens": 60}),
+                batch.submit(ids[2], streamer=Rounds(2), **{**GREEDY, "max_new_tokens": LONG}),
+                batch.submit(ids[3], **{**GREEDY, "max_new_tokens": LONG}),
                 batch.submit(ids[4], **GREEDY),
             ]
             waits = batch.submit(ids[4], **GREEDY)
@@ -397,6 +399,7 @@ def crowded(load: Loader, kind: str) -> list[Any]:
                 for number in range(thread * each, (thread + 1) * each):
                     settings = SETTINGS[number % len(SETTINGS)]
                     streamer = Rounds(numbers.randint(0, 3)) if number % 5 == 1 else None
+                    settings = settings if streamer is None else {**settings, "max_new_tokens": LONG}
                     future = batch.submit(ids[number], streamer=streamer, **settings)
                     time.sleep(0.03 * numbers.random())
                     if number % 5 == 2:

@@ -6,7 +6,9 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +21,15 @@ import fastspec
 from fastspec import files
 from fastspec.kernels import tuned_launches
 from fastspec.kernels.linear.launches import RowLaunch
+from fastspec.patches.assistants import draft_vocab
+from fastspec.patches.assistants import mtp as own_layers
 from fastspec.patches.call.ranks import Ranks
 from fastspec.patches.hf.parallel import group_of
+from fastspec.patches.session import PatchSession, session_of
 from fastspec.patches.tuning import candidates, store, tune
 from helpers.cascade import cascaded
 from helpers.models import tiny_model
-from helpers.ranks import GREEDY, SIZE, SMALL, Loader, Other, first, given, small_model
+from helpers.ranks import GREEDY, OWN_LAYER, SIZE, SMALL, Loader, Other, first, given, small_model
 
 
 def refusals(load: Loader, kind: str) -> list[str]:
@@ -87,8 +92,8 @@ def tuned(load: Loader, kind: str) -> list[Any]:
 
 
 def by_first(load: Loader, kind: str) -> list[Any]:
-    """What the first process does for all, and how the others hear of its end; tables of launches that are not those of
-    the others."""
+    """What the first process does for all, and how the others hear of its end; tables of launches, and a dtype of
+    drafts, that are not those of the others."""
     del kind
     model, made = load("llama"), []
     ranks = Ranks(group_of(model), torch.device("cpu"))  # type: ignore[arg-type]
@@ -116,7 +121,52 @@ def by_first(load: Loader, kind: str) -> list[Any]:
     with fastspec.patched(model), pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuned_launches, "_launches", {("cpu", "linear", (dist.get_rank(),)): None})
         made.append(_why(lambda: model.generate(**given(5), **GREEDY, assistant="autoregressive")))
+    with fastspec.patched(model), pytest.MonkeyPatch.context() as patch:
+        ops = PatchSession.ops
+        drafts_in = torch.bfloat16 if first() else None
+        patch.setattr(PatchSession, "ops", lambda *given: replace(ops(*given), drafts_in=drafts_in))
+        made.append(_why(lambda: model.generate(**given(5), **GREEDY, assistant="autoregressive")))
     return made
+
+
+def verdicts(load: Loader, kind: str) -> list[Any]:
+    """Readings of an MTP layer that processes have after each patch, and how often each has probed it: without a kept
+    verdict, with one that the first alone finds, and with another that the first alone does not find."""
+    del kind
+    model, probes, made = load(OWN_LAYER), [], list[Any]()
+    ranks, agreements = Ranks(group_of(model), torch.device("cpu")), own_layers._agreements  # type: ignore[arg-type]
+
+    def probing(*given: Any) -> list[float]:
+        probes.append(1)
+        return agreements(*given)
+
+    def reading() -> tuple[int, bool]:
+        with fastspec.patched(model, mtp=True):
+            return len(probes), session_of(model).resources["mtp"].config.last_tap_before_norm  # type: ignore[union-attr]
+
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.setattr(own_layers, "PROBE_TOKENS", 8)
+        patch.setattr(own_layers, "_agreements", probing)
+        for name in "full" if first() else "empty", "full" if first() else "other", "other" if first() else "full":
+            patch.setenv(files.SETTING, f"{folder}/{name}")
+            made += [reading(), len(list(files.kept("mtp")))]
+            name, row = ranks.first_value([(each.name, files.read(each)) for each in files.kept("mtp")])[0]
+            if not first():
+                files.write(Path(folder) / "full" / "mtp" / name, {**row, "before": not row["before"]})
+    return made
+
+
+def vocabularies(load: Loader, kind: str) -> list[Any]:
+    """Drafted tokens of an MTP layer in processes whose lists of them differ, their answer, and rounds."""
+    del kind
+    model = load(OWN_LAYER)
+    with pytest.MonkeyPatch.context() as patch, fastspec.patched(model, mtp=True):
+        patch.setattr(draft_vocab, "_ids", lambda path: torch.arange(0, 40) if first() else torch.arange(20, 60))
+        few = fastspec.Mtp(draft_vocab="list.json")
+        answer, again = (model.generate(**given(5, 9), **GREEDY, assistant=few) for _ in range(2))
+        assert torch.equal(answer, again)
+        _, twin = session_of(model).resources["mtp"].derived.narrowed  # type: ignore[union-attr]
+        return [twin.drafted().tolist(), answer, fastspec.report(model).last.rounds]
 
 
 def _why(call: Callable[[], Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fastspec
 from fastspec import Unsupported
+from helpers import generate
 from helpers.cascade import trained
-from helpers.generate import bigram, prompts, seer
+from helpers.generate import prompts, seer
 from helpers.models import tiny_model
 
+bigram = partial(generate.bigram, num_hidden_layers=3)
+"""Deep enough for a clock to find that trees pay, which the device's own are sized by."""
 NEW = (24, 9)
 """New tokens by process: one has done long before the other."""
 ASSISTANTS = ("autoregressive", "nasd", "speculative", "eagle3")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.captured import Stand, stand_in
+from helpers.captured import Looked, stand_in
 from helpers.generate import prompts, shallow_model
 from helpers.models import tiny_head, tiny_model
 from torch._subclasses.fake_tensor import FakeTensor
@@ -84,21 +84,20 @@ def test_a_draft_s_kernels_too(tmp_path):
     ids=str,
 )
 def test_a_look_leaves_nothing_behind(assistant, lengths, monkeypatch):
-    """Every program is looked at before its first run, here without kernels; tokens stay, and so do the objects."""
+    """Every program is looked at before its first run, here without kernels; tokens stay, and so do the objects and all
+    that tensors hold."""
     monkeypatch.setattr(ahead, "_warned", False)
     looked = []
 
-    class Looked(Stand):
-        def __call__(self, program: Any, key: Any) -> Any:
-            if key != self.key:
-                ahead._look(program, ahead.Collector())
-                looked.append(program)
-                assert not [each for each in gc.get_objects() if type(each) is FakeTensor]
-            return super().__call__(program, key)
+    class Watched(Looked):
+        def look(self, program: Any) -> None:
+            held = [(each, each.clone()) for each in gc.get_objects() if type(each) is torch.Tensor]
+            super().look(program)
+            looked.append(program)
+            assert not [each for each in gc.get_objects() if type(each) is FakeTensor]
+            assert all(bool(((each == before) | (before != before)).all()) for each, before in held)
 
-    stand_in(monkeypatch)
-    for module in ("fastspec.generation.capture", "fastspec.generation.engine.schedule"):
-        monkeypatch.setattr(f"{module}.Captured", Looked)
+    stand_in(monkeypatch, Watched)
     model, inputs, options = shallow_model(), prompts(*lengths), {"do_sample": False, "max_new_tokens": 12}
     expected = model.generate(**inputs, **options).tolist()
     heads = {"eagle3": tiny_head(model), "speculative": tiny_model(num_hidden_layers=1)}
@@ -178,6 +177,32 @@ print([found() is None for found in look()])
     environment = os.environ | {"PYTHONPATH": str(SCRIPT.parents[1])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.stdout == "[True, True]\n", done.stderr
+
+
+@pytest.mark.parametrize("inferring", [False, True])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x, y: x.add_(1),
+        lambda x, y: x.sub_(y),
+        lambda x, y: x.mul_(3).clamp_(max=5),
+        lambda x, y: x.floor_divide_(2),
+        lambda x, y: x.copy_(y),
+        lambda x, y: x.__setitem__(0, y[0]),
+        lambda x, y: x[1:].add_(y[1:]),
+        lambda x, y: torch.add(x, y, out=x),
+        lambda x, y: torch._foreach_add_([x], [y]),
+        lambda x, y: x.zero_(),
+    ],
+)
+def test_a_look_writes_no_tensor(write, inferring):
+    """A counter of rounds on the device, for one, which the host counts too."""
+    with torch.inference_mode(inferring):
+        x, y = torch.full((3,), 7.0), torch.full((3,), 2.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ahead._look(lambda: write(x, y), ahead.Collector())
+        assert x.tolist() == [7.0] * 3 and y.tolist() == [2.0] * 3
 
 
 def test_tables_that_a_look_makes_first_have_data():

@@ -159,6 +159,7 @@ def test_experts(device, kind, data, seed, routed_to, pad, weights_dtype, transp
         assert torch.equal(experts(x, gate_up, down, chosen, weights, KINDS[kind], **more), out)  # the same bits again
 
 
+@pytest.mark.each_value
 @EVERYWHERE
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", [1, 7, 65, 260])

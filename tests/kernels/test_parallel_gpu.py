@@ -3,19 +3,24 @@ NCCL's in a graph by a process alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.parallel_gpu import WORK
+from helpers.parallel_gpu import WORK, alone, case, once, shared
+from helpers.rank_pool import RankPools
 from torch import multiprocessing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
-@pytest.mark.parametrize("run, processes", WORK.values(), ids=list(WORK))
-def test_sums_are_exact_and_captured(run: Callable[[int, str], None], processes: int, tmp_path: Path) -> None:
-    if processes > max(2, torch.cuda.device_count()):
+@pytest.mark.parametrize("name", WORK)
+def test_sums_are_exact_and_captured(rank_pools: RankPools, name: str, tmp_path: Path) -> None:
+    run, processes = WORK[name]
+    devices = torch.cuda.device_count()
+    if processes > max(2, devices):
         pytest.skip(f"fewer than {processes} CUDA devices")
-    multiprocessing.spawn(run, args=(str(tmp_path),), nprocs=processes)
+    if run in (alone, shared) or devices < processes:
+        multiprocessing.spawn(once, args=(name, str(tmp_path)), nprocs=processes)
+    else:
+        rank_pools.run(case, tmp_path, name, count=processes, device="cuda", alone=False)

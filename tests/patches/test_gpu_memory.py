@@ -64,7 +64,7 @@ def calls_of_every_kind(seed: int) -> None:
     auto = fastspec.Eagle3(depth=4, top_k=3, total_tokens="auto")
     kinds: list[tuple[Any, dict[str, Any]]] = [(name, {}) for name in ("autoregressive", "nasd", TREE, auto)]
     kinds += [
-        (fastspec.Speculative(early_exit=2), {}),
+        (fastspec.Speculative(early_exit=1), {}),
         (TREE, {"do_sample": True}),
         (TREE, {"repetition_penalty": 1.2}),
     ]

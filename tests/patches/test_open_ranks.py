@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import ranks, ranks_open
+from helpers import ranks_open
 from helpers.generate import bigram
 from helpers.grammars import terse
 from helpers.models import tiny_model
 from helpers.open import SECONDS
 from helpers.processes import spawn
-from helpers.ranks import COUNTS, SIZE, sizes, whole, work
-from torch import multiprocessing
+from helpers.rank_pool import RankPools
+from helpers.ranks import COUNTS, SIZE, of_size, sizes, work
 
 from fastspec.errors import FastSpecError
 from fastspec.patches.open_ranks import TurnOrder
 
-Made = tuple[Path, list[dict[str, Any]]]
 ALIKE = "mixed", "drafted", "followed", "ended", "clocked", "chat", "changed", "failing", "structured"
 """Kinds of batches that one process opens, too."""
 MORE = "cancelled", "warmed", "turned", "sized", "crowded", "idle"
@@ -34,69 +35,57 @@ def saved(folder: Path) -> None:
     terse(**sizes()).save_pretrained(folder / "terse")
 
 
-def run_both(folder: Path, names: tuple[str, ...]) -> Made:
-    """The folder of the models, and what each of the two processes made of all kinds of batches."""
-    saved(folder)
-    spawn(work, (folder, [(name, getattr(ranks_open, name), "") for name in names]), SIZE)
-    return folder, [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(SIZE)]
-
-
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    return run_both(tmp_path_factory.mktemp("ranks"), (*ALIKE, "refused"))
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """The folder of the models for so many processes."""
+
+    @cache
+    def made(count: int) -> Path:
+        folder = tmp_path_factory.mktemp("ranks")
+        with of_size(count):
+            saved(folder)
+        return folder
+
+    return made
 
 
-def compare(both: Made, name: str) -> None:
+def compare(pools: RankPools, folder: Path, name: str, **where: Any) -> None:
     """Every second result is a batch's state at its end, which is the same in all processes; the others are the
     answers, which are those of one process."""
-    folder, (mine, *others) = both
-    assert isinstance(mine[name], list), mine[name]
-    expected = getattr(ranks_open, name)(whole(folder), "")
+    (mine, *others), expected = pools.run(getattr(ranks_open, name), folder, **where)
     answers, states = slice(0, None, 2), slice(1, None, 2)
-    assert mine[name][answers] == expected[answers]
+    assert mine[answers] == expected[answers]
     for other in others:
-        assert isinstance(other[name], list), other[name]
-        assert len(mine[name]) == len(other[name])
-        for here, there in zip(mine[name][states], other[name][states], strict=True):
+        assert len(mine) == len(other)
+        for here, there in zip(mine[states], other[states], strict=True):
             assert repr(here) == repr(there)
 
 
-@pytest.mark.parametrize("name", ALIKE)
-def test_answers_are_those_of_one_process(both: Made, name: str) -> None:
-    compare(both, name)
+@pytest.mark.parametrize("name", [*ALIKE, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
+@pytest.mark.parametrize("count", [SIZE, pytest.param(4, marks=pytest.mark.slow)])
+def test_answers_are_those_of_one_process(
+    rank_pools: RankPools, folder_of: Callable[[int], Path], count: int, name: str
+) -> None:
+    compare(rank_pools, folder_of(count), name, count=count)
 
 
-@pytest.mark.slow
-def test_so_are_those_of_other_batches(tmp_path: Path) -> None:
-    made = run_both(tmp_path, MORE)
-    for name in MORE:
-        compare(made, name)
-
-
-@pytest.mark.gpu
+@pytest.mark.parametrize("name", (*ALIKE, *MORE))
 @pytest.mark.parametrize("count", COUNTS)
-def test_so_are_those_of_several_gpus(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "SIZE", count)
-    monkeypatch.setattr(ranks, "HERE", "cuda")
-    monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    saved(tmp_path)
-    names = (*ALIKE, *MORE)
-    jobs = [(name, getattr(ranks_open, name), "") for name in names]
-    multiprocessing.spawn(work, args=(tmp_path, jobs, "cuda", count), nprocs=count)
-    made = tmp_path, [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(count)]
-    for name in names:
-        compare(made, name)
+def test_so_are_those_of_several_gpus(
+    rank_pools: RankPools, folder_of: Callable[[int], Path], count: int, name: str
+) -> None:
+    compare(rank_pools, folder_of(count), name, count=count, device="cuda")
 
 
-def test_what_is_refused_by_name(both: Made) -> None:
-    _, (mine, other) = both
-    differ, second, plain, named, undone, first, *rest = mine["refused"]
+def test_what_is_refused_by_name(rank_pools: RankPools, folder_of: Callable[[int], Path]) -> None:
+    (mine, other), _ = rank_pools.run(ranks_open.refused, folder_of(SIZE), alone=False)
+    differ, second, plain, named, undone, first, *rest = mine
     assert "opened batches with different" in differ
     assert all("an open batch decodes in the 2 processes" in each for each in (second, plain, named))
     assert "close that batch first" in undone and first == "nothing" and rest[:2] == ["True"] * 2
     assert "this batch is closed" in rest[2] and rest[3] == "nothing"
-    assert other["refused"][:5] == mine["refused"][:5]
-    submitted, alive, warmed, follows, after, generated = other["refused"][5:]
+    assert other[:5] == mine[:5]
+    submitted, alive, warmed, follows, after, generated = other[5:]
     assert "this is process 1 of the 2 that hold the model together, and the first one takes" in submitted == after
     assert (alive, warmed, follows, generated) == ("False", "0.0", "True", "nothing")
 
@@ -149,7 +138,7 @@ def test_another_process_takes_the_turns_that_the_first_names() -> None:
 def told_by(folder: Path, run: Any, kind: str) -> list[list[Any]]:
     """What each process told before it ended; nothing of one that told nothing."""
     saved(folder)
-    spawn(work, (folder, [("run", run, f"{kind}{folder}")]), SIZE)
+    spawn(work, (folder, run, f"{kind}{folder}"), SIZE)
     places = [folder / f"told{rank}.pt" for rank in range(SIZE)]
     return [torch.load(place) if place.exists() else [] for place in places]
 

@@ -92,7 +92,7 @@ def test_a_server_over_processes_answers_as_the_model_alone(folder: Path) -> Non
         assert status == 400 and "several hold this LlamaForCausalLM" in told["error"]["message"]
 
 
-@pytest.mark.gpu
+@pytest.mark.timeout(150)
 @pytest.mark.parametrize("count", COUNTS)
 def test_so_does_one_over_gpus(count: int, tmp_path: Path) -> None:
     """Greedy chats and completions, whole and streamed."""

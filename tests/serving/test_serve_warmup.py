@@ -21,6 +21,8 @@ from typer.testing import CliRunner
 import fastspec
 from fastspec.errors import Unsupported
 from fastspec.generation import sequence_state
+from fastspec.generation.drafters import nasd
+from fastspec.generation.drafters.base import HostDrafter
 from fastspec.generation.stats import Stats
 from fastspec.patches import continuous_batch
 from fastspec.patches.warmup import room_for, warm_lengths
@@ -164,7 +166,9 @@ def test_texts_behind_a_warm_up_find_everything_captured(
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
 @pytest.mark.parametrize(
-    ("assistant", "length"), [("autoregressive", None), ("autoregressive", 100), (TREE, None)], ids=str
+    ("assistant", "length"),
+    [("autoregressive", None), ("autoregressive", 100), (TREE, None), ("nasd", None)],
+    ids=str,
 )
 def test_chats_of_any_length_behind_a_warm_up_find_everything_captured(
     assistant: Any, length: int | None, device: str, monkeypatch: pytest.MonkeyPatch
@@ -174,6 +178,7 @@ def test_chats_of_any_length_behind_a_warm_up_find_everything_captured(
     if device == "cpu":
         stand_in(monkeypatch)
         monkeypatch.setattr(continuous_batch, "free_memory", lambda device: 2**30)
+        monkeypatch.setitem(nasd.COSTS, "cpu", nasd.COSTS["cuda"])
     buffers_of_cuda(monkeypatch)
     ran = what_no_graph_served(monkeypatch)
     model = made("random", max_position_embeddings=512)[1].to(device)
@@ -181,6 +186,7 @@ def test_chats_of_any_length_behind_a_warm_up_find_everything_captured(
         batch.warmup(length)
         ran.clear()
         assert length is not None or bytes_of(batch) == batch._widths.bytes(512)
+        assert batch.info["buffers"] == "0.0 GiB"
         chats = texts(380, 150)
         for turn in range(2):
             with batch._changed:
@@ -195,7 +201,7 @@ def bytes_of(batch: Any) -> int:
     """Memory of the keys and values of all rows, and of the row that a prompt is read in."""
     engines = [each.engine for each in batch._widths.made.values()]
     pairs = [(engine.target, engine.drafter) for engine in engines] + [engines[0].entries[1]]
-    states = [part.state for pair in pairs for part in pair if part is not None]
+    states = [part.state for pair in pairs for part in pair if part is not None and not isinstance(part, HostDrafter)]
     return sum(kind.k.nbytes + kind.v.nbytes for state in states for kind in state.kinds)
 
 
@@ -204,16 +210,17 @@ def test_a_warm_up_is_for_as_long_texts_as_half_of_the_free_memory_holds(
 ) -> None:
     told = list[str]()
     monkeypatch.setattr(continuous_batch, "notice", told.append)
-    assert [*warm_lengths(5000)] == [3968, 1920] and [*warm_lengths(3000)] == [3000, 1920] and [*warm_lengths(1)] == [1]
+    assert [*warm_lengths(9000)] == [8064, 3968, 1920] and [*warm_lengths(5000)] == [5000, 3968, 1920]
+    assert [*warm_lengths(3000)] == [3000, 1920] and [*warm_lengths(1)] == [1]
     _, model = made("random", max_position_embeddings=8192)
     with fastspec.continuous(model, "autoregressive", rows=3) as batch:
         assert batch._warm_length() == 1920  # of rounds that are not captured, whose buffers grow as they like
     stand_in(monkeypatch)
     with fastspec.continuous(made("random", max_position_embeddings=8192)[1], "autoregressive", rows=3) as batch:
-        for length, shorter in ((3968, 1920), (1920, 1920)):
+        for length, shorter in ((8064, 3968), (3968, 1920), (1920, 1920)):
             need = 2 * batch._widths.bytes(room_for(length, 1))
             for free, wanted in ((need, length), (need - 1, shorter)):
                 monkeypatch.setattr(continuous_batch, "free_memory", lambda device, free=free: free)
                 told.clear()
-                assert batch._warm_length() == wanted and len(told) == (wanted < 3968)
+                assert batch._warm_length() == wanted and len(told) == (wanted < 8064)
                 assert all(f"texts of {wanted:,} tokens" in line and "up to 8,192" in line for line in told)

@@ -343,7 +343,7 @@ def test_an_engine_over_several_gpus_is_told_of_them_and_timed_without_its_promp
         ("vllm", 2, "plain", None),
         ("vllm", 2, "eagle3", 3),
     ]
-    assert all(row["weights"] == "fp8" for row in rows)
+    assert all(row["model"] == "tiny-fp8" for row in rows)
     assert all(row["round_ms"] < 1e3 and row["first_token_s"] >= 0 for row in rows)
     settings, calls = ([each for each in seen if ("model" in each) is wanted] for wanted in (True, False))
     assert all(each["tensor_parallel_size"] == 2 and each["load_format"] == "dummy" for each in settings)

@@ -273,6 +273,8 @@ class HostDrafter(Drafter):
 
     tries = False
     """True in a warm-up: rounds have trees of every size in turn, whatever they promise, and none."""
+    timed = False
+    """True where a clock may decide on drafts: in rounds whose roundings follow the load anyway."""
 
     @abstractmethod
     def digest(self, tree: TokenTree, verdict: Verdict, logits: Tensor, active: Tensor, steps: int) -> Tensor:

@@ -25,7 +25,14 @@ from fastspec.config import Cursor, Nasd, Storage
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.drafters.base import Decoding, Drafter, HostDrafter, Process
 from fastspec.generation.drafters.ngram_storage import NgramStorage, SuffixStorage
-from fastspec.generation.drafters.policy import COSTS, SMOLLM2_BYTES, DraftBudget, MeasuredCosts
+from fastspec.generation.drafters.policy import (
+    COSTS,
+    LEAST_TIMES,
+    SMOLLM2_BYTES,
+    DraftBudget,
+    MeasuredCosts,
+    RoundTimes,
+)
 from fastspec.generation.ops import Ops
 from fastspec.generation.tree import TokenTree, Verdict
 
@@ -153,6 +160,10 @@ SPARSE = 1.3
 """Cost of a tree, over that of a smaller one, for which both are captured."""
 UNTRIED = 1.5
 """Drafts that count as promised and accepted before any were."""
+IN_VAIN = 0
+"""Kind of a round without drafts that waited for a look-up, among `RoundTimes`; others are known by their nodes."""
+SEEN, UNSEEN = LEAST_TIMES + 2, 512
+"""Rounds without drafts that are run for their time, after so many with drafts, and at the start."""
 KEPT = 0.99
 """Weight that what was promised and accepted keeps with every further round: the text may repeat more later."""
 
@@ -201,6 +212,10 @@ class NasdDrafter(HostDrafter):
         if measured is not None and len(self.costs) > 1:
             self.measured = measured.setdefault((rows, self.nodes), MeasuredCosts(self.costs))
             self.costs = self.measured.costs()
+        self.times, self.kind = RoundTimes(), 0
+        """What rounds took where they are `timed`, and the kind of the last one: its nodes, or IN_VAIN."""
+        self.unseen = 0
+        """Rounds with drafts that may come before the time of those without is taken again."""
         self.began = 0.0
         """Second in which the last tree was asked for."""
         self.least = cost.node * rows / plain
@@ -215,8 +230,8 @@ class NasdDrafter(HostDrafter):
         """The trees of the next round, where they were looked up."""
         self.tried = 0
         """Place among the sizes of the last round that tried one, counted from 1; 0: it drafted nothing."""
-        self.fruitless = 0
-        """Look-ups in vain since the last drafts."""
+        self.fruitless, self.vain = 0, False
+        """Look-ups in vain since the last drafts, and whether the next round has waited for one."""
         self.cursors: list[Cursor] = [storage.start() for storage in storages]
         """Places up to which the rows are counted; what comes after each are its tokens in `unread`, with the target's
         likeliest ones beside each."""
@@ -232,6 +247,7 @@ class NasdDrafter(HostDrafter):
                 cursor = storage.feed(cursor, token)
 
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
+        self.times.leave()
         self.roots = root.tolist()
         for row, (text, real) in enumerate(zip(ids.tolist(), counts.tolist(), strict=True)):
             self._hear(row, [(token, ()) for token in (*text[:real], self.roots[row])])
@@ -264,6 +280,7 @@ class NasdDrafter(HostDrafter):
 
     def move_row(self, row: int, other: Drafter, source: int, count: int) -> None:
         assert isinstance(other, NasdDrafter)
+        self.times.leave()
         self.storages[row], self.cursors[row] = other.storages[source], other.cursors[source]
         self.roots[row], self.active[row] = other.roots[source], other.active[source]
         self.unread[row], self.heard[row] = deque(other.unread[source]), other.heard[source]
@@ -273,6 +290,37 @@ class NasdDrafter(HostDrafter):
     def trust(self) -> float:
         """The share of what drafts promised that was accepted, 1 at the most."""
         return min(1.0, (self.delivered + UNTRIED) / (self.promised + UNTRIED))
+
+    def _ms(self, size: int) -> float | None:
+        """Milliseconds of a round with a tree of so many nodes, as measured; a size that has not run takes as much more
+        than its estimate as the nearest that has. None before any has."""
+        known = [each for each in self.costs if each > 1 and self.times.ms(each) is not None]
+        if not known:
+            return None
+        near = min(known, key=lambda each: abs(each - size))
+        spent = self.times.ms(near)
+        return None if spent is None else spent * self.costs[size] / self.costs[near]
+
+    def price(self, size: int) -> float:
+        """Target passes that a round of this size, or one that looked up in vain, costs more than one of rounds that
+        look nothing up."""
+        plain, spent = self.times.ms(1), self._ms(size) if size else self.times.ms(IN_VAIN)
+        if plain is None or spent is None:
+            return self.prices[size] if size else self.look
+        return max(0.0, spent / plain - 1)
+
+    def current_costs(self) -> dict[int, float]:
+        """Costs of rounds by their nodes, behind a look-up: as estimated, or as measured where rounds are `timed`."""
+        found = {size: spent for size in self.costs if (spent := self._ms(size)) is not None}
+        if (vain := self.times.ms(IN_VAIN)) is not None and found:
+            found[1] = vain / MARGIN
+        return found or self.costs
+
+    def _ran(self, kind: int) -> None:
+        """A round of this kind has ended. The first of several without drafts waits for the host, unlike the others."""
+        if self.timed and self.dear and not self.tries:
+            self.times.take(None if kind == 1 and self.kind != 1 else kind)
+        self.kind = kind
 
     def _rest(self, price: float) -> int:
         """Rounds without look-ups where drafts of such a price do not pay."""
@@ -301,6 +349,9 @@ class NasdDrafter(HostDrafter):
         if self.tries:
             self.tried = (self.tried + 1) % (1 + len(self.costs))
             return int(self.tried == 0)
+        if self.timed and self.dear and self.unseen <= 0:
+            self.unseen = UNSEEN
+            return SEEN
         rests = self.budget.pause()
         if rests or not self.dear:
             return rests
@@ -310,15 +361,19 @@ class NasdDrafter(HostDrafter):
         if not any(self._knows(row) for row in range(len(self.storages))):
             assert self.quota is not None
             return max(1, sum(map(len, self.unread)) // self.quota)
-        self.budget.judge(0.0, self.look)
-        self.budget.rounds = self._rest(self.look)
+        look = self.price(IN_VAIN)
+        self.budget.judge(0.0, look)
+        self.budget.rounds = self._rest(look)
         self.fruitless += 1
+        self.vain = True
         return min(self.fruitless, self.budget.rounds)
 
     def _knows(self, row: int) -> bool:
         return self.active[row] and len(self.unread[row]) <= LAG
 
     def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:
+        self._ran(IN_VAIN if self.vain else 1)
+        self.vain = False
         for row, (emitted, count) in enumerate(zip(tokens.tolist(), counts, strict=True)):
             self._hear(row, [(token, ()) for token in emitted[:count]])
             self.roots[row] = [self.roots[row], *emitted[:count]][-1]
@@ -350,7 +405,9 @@ class NasdDrafter(HostDrafter):
             )
             if self.vocabulary is not None:
                 check_drafts(storage, growths[-1].tokens, self.vocabulary)
-        self.size = sorted(self.costs)[self.tried - 1] if self.tries else best_size(growths, self.costs, self.trust)
+        self.size = (
+            sorted(self.costs)[self.tried - 1] if self.tries else best_size(growths, self.current_costs(), self.trust)
+        )
         return growths
 
     def propose(self, extent: int) -> TokenTree:
@@ -374,9 +431,11 @@ class NasdDrafter(HostDrafter):
 
     def update(self, digest: list[list[int]], steps: int) -> None:
         """Count the emitted tokens of the active rows up to their end tokens, and the target's likeliest ones."""
+        self._ran(self.size)
+        self.unseen -= 1
         gains = [accepted for goes_on, accepted, *_ in digest if goes_on]
         if gains and not self.tries:  # what a try accepts says nothing of a text
-            price = self.prices[self.size]
+            price = self.price(self.size)
             self.budget.judge(sum(gains) / len(gains), price)
             self.budget.rounds = self._rest(price)
             self.fruitless = 0

@@ -8,7 +8,10 @@ enumerates it.
 from __future__ import annotations
 
 import math
+import time
+from collections import deque
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -100,6 +103,36 @@ class MeasuredCosts:
         return found
 
 
+LEAST_TIMES, LAST_TIMES = 5, 9
+"""Rounds of a kind before their time is known, and those whose median it is."""
+
+
+class RoundTimes:
+    """Milliseconds from the tokens of one round to those of the next, as the host has them: what a round costs with all
+    that is done between two, which rounds in flight hide. Kinds of rounds are numbers of the caller's."""
+
+    def __init__(self) -> None:
+        self.spent: dict[int, deque[float]] = {}
+        self.ended: float | None = None
+        """Second in which the tokens of the last round came; None where other work has come since."""
+
+    def take(self, kind: int | None) -> None:
+        """The tokens of a round have come; None: of one whose time says nothing."""
+        now = time.perf_counter()
+        if self.ended is not None and kind is not None:
+            self.spent.setdefault(kind, deque(maxlen=LAST_TIMES)).append(1e3 * (now - self.ended))
+        self.ended = now
+
+    def leave(self) -> None:
+        """Other work comes before the next round."""
+        self.ended = None
+
+    def ms(self, kind: int) -> float | None:
+        """Milliseconds of a round of this kind; None where too few have run."""
+        spent = self.spent.get(kind, ())
+        return median(spent) if len(spent) >= LEAST_TIMES else None
+
+
 COSTS = {
     "cpu": Cost(16, 17e6, host=0.6, one=0.0, several=(0.0, 0.19), each=(0.0, 0.0075)),
     "cuda": Cost(
@@ -114,14 +147,14 @@ COSTS = {
         wait=0.2,
         row=0.02,
         node=0.004,
-        count=0.004,
+        count=0.008,
     ),
 }
 """By device type. "cpu" is fitted to cpu_tree.jsonl (tag `laboratory`), its host to the `draft` and `commit` of `nasd`
 in bench_cpu.jsonl; "cuda" to the stacks of 1, 8, 16 and 61 nodes of three models in stack_steps_h200.jsonl, its host to
-`draft` and `observe` in bench_steps_h200.jsonl (the same tag). `wait`, `row`, `node` and `count` are estimates: no
-row of a GPU holds them. On the H200 8 nodes of SmolLM2 take 1.8 times as long as one, 10 of a model of
-8 billion weights 1.06 times."""
+`draft` and `observe` in bench_steps_h200.jsonl (the same tag). `wait`, `row` and `node` are estimates: no row of a GPU
+holds them. `count` is 0.005 on an idle host, and more beside a server's other threads. On the H200 8 nodes of SmolLM2
+take 1.8 times as long as one, 10 of a model of 8 billion weights 1.06 times."""
 LAYERS = 30
 """Layers of the models that `Cost.one` was measured on. It grows with the number of layers."""
 

@@ -172,7 +172,7 @@ class BoundHead:
         """Begin texts whose first counts [B] of ids [B, T] are real: their tokens join a draft vocabulary that has free
         places."""
         vocabulary, made, lm_head = self.derived.vocabulary, self.derived.readout, self.binding.lm_head
-        if vocabulary is not None and made is not None and lm_head is not None:
+        if vocabulary is not None and vocabulary.free and made is not None and lm_head is not None:
             vocabulary.count(ids, counts)
             vocabulary.renew(made.weight, cast(Tensor, lm_head.weight))
 
@@ -187,7 +187,7 @@ class BoundHead:
         assert lm_head is not None
         if between is None:
             few = slice(None, None, max(1, len(made.weight) // 64))
-            rows = cast(Tensor, lm_head.weight).detach()[self.drafted()[few].to(made.weight.device)]
+            rows = self.module.target_rows(lm_head, self.drafted()[few])
             if not torch.equal(rows.to(made.weight), made.weight[few]):
                 made.weight.copy_(self._product(lm_head))
             return

@@ -291,9 +291,11 @@ class DraftHead(nn.Module):
         """The rows [V_d, H] of the target's LM head for the drafted tokens, or for `ids`; of all processes that hold it
         together."""
         weight = cast(Tensor, lm_head.weight).detach()
-        weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        rows: Tensor = weight[(self.drafted() if ids is None else ids).to(weight.device)]
-        return rows
+        ids = (self.drafted() if ids is None else ids).to(weight.device)
+        if not isinstance(weight, DTensor):
+            return weight[ids]
+        rows = F.embedding(DTensor.from_local(ids, weight.device_mesh, run_check=False), weight)
+        return cast(DTensor, rows).full_tensor()
 
     def drafted(self) -> Tensor:
         """The target's ids [V_d] of the drafted tokens."""

@@ -78,7 +78,8 @@ def attention_layout(
         depth = torch.arange(nodes, device=prefix.device).expand(len(prefix), -1) if depths is None else depths
         keys = torch.where(rel < 0, slot, prefix[:, None] + depth.gather(1, rel.clamp(0, nodes - 1)))
         visible = visible & span.sees((prefix[:, None] + depth)[:, :, None], keys[:, None, :])[:, None]
-    return AttentionLayout(visible, visible.repeat(1, 1, group, 1) if group > 1 else visible, visible.shape[-1])
+    stacked = visible.expand(-1, group, -1, -1).flatten(1, 2)[:, None]
+    return AttentionLayout(visible, stacked, visible.shape[-1])
 
 
 def tree_attention(

@@ -85,12 +85,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     Through oneDNN up to 64 rows are multiplied as weight @ x^T, so that the weight is read once, row by row, and only x
     is repacked: the result [..., M] is then a transposed view.
     """
-    fp32 = x.dtype == weight.dtype == torch.float32
-    if not fp32 or x.device.type != "cpu" or x.numel() == 0 or torch.is_grad_enabled():
+    if x.numel() * weight.shape[0] < SMALL or torch.is_grad_enabled() or not x.dtype == weight.dtype == torch.float32:
+        return F.linear(x, weight, bias)
+    if x.device.type != "cpu":
         return F.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])
-    if len(rows) * weight.numel() < SMALL:
-        return F.linear(x, weight, bias)
     multiply = through_onednn if len(rows) > FEW_ROWS else MEASURED.fastest(rows, weight)
     return multiply(rows, weight, bias).view(*x.shape[:-1], -1)
 

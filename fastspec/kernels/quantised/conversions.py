@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fastspec.devices import constant
+from fastspec.constants import constant
 from fastspec.kernels.quantised.reference import Codes, Numbers
 
 BASE = {torch.bfloat16: 0x43, torch.float16: 0x64}

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastspec.devices import constant
+from fastspec.constants import constant
 from fastspec.kernels.linear import reference as linear_reference
 from fastspec.kernels.linear.reference import SWIGLU, Activation, Expert
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from fastspec.config import Mtp
 from fastspec.errors import CheckpointError
 from fastspec.generation.heads.bound import BoundHead, narrowed, no_rows
+from fastspec.patches.call.ranks import by_first
 from fastspec.patches.hf.snapshot import revision_of
 
 DEFAULT = 1 << 16
@@ -42,7 +43,7 @@ def with_vocabulary(head: BoundHead, config: Mtp, model: Any) -> BoundHead:
     def made() -> Tensor:
         return read_list(Path(count), size) if isinstance(count, str) else likely(model, count - free, size)
 
-    return narrowed(head, (asked, free), made, free)
+    return narrowed(head, (asked, free), lambda: by_first(model, made), free)
 
 
 def likely(model: Any, count: int, size: int) -> Tensor:

@@ -35,6 +35,7 @@ from fastspec.models import check_hub
 from fastspec.patches.assistants.heads import parts_of
 from fastspec.patches.assistants.probe import default_prompt, states_of
 from fastspec.patches.backends import TORCH
+from fastspec.patches.call.ranks import by_first
 from fastspec.patches.hf.cache import cache_argument, kept_cache
 from fastspec.patches.hf.config_fields import layer_shapes
 from fastspec.patches.hf.families import ADAPTERS, Adapter
@@ -527,17 +528,27 @@ def _before(config: HeadConfig, layers: int) -> HeadConfig:
 
 def _probed(head: BoundHead, model: Any, where: str) -> BoundHead:
     """The head with the hidden states of the side of the target's final norm that drafts better, which is measured once
-    for a checkpoint, and kept."""
+    for a checkpoint, and kept; of processes that hold the model together by the first."""
     config, layers = head.config, model.config.get_text_config().num_hidden_layers
     fusion = head.module.fc.weight.detach().float().cpu().contiguous()
     about = {"source": where, "fusion": hashlib.sha256(fusion.numpy().tobytes()).hexdigest()[:16]}
     path = files.cache_folder() / "mtp" / files.file_name(*about.values())
-    kept = files.read(path)
-    if kept is None or kept.get("about") != about or not isinstance(kept.get("before"), bool):
+
+    def kept() -> bool | None:
+        found = files.read(path) or {}
+        before = found.get("before")
+        return before if found.get("about") == about and isinstance(before, bool) else None
+
+    def keep() -> bool:
+        before = shares[1] >= shares[0] + MARGIN
+        files.write(path, {"about": about, "before": before, "agreement": shares})
+        return before
+
+    before = by_first(model, kept)
+    if before is None:
         shares = _agreements(head, model, (config, _before(config, layers)))
-        kept = {"about": about, "before": shares[1] >= shares[0] + MARGIN, "agreement": shares}
-        files.write(path, kept)
-    head.module.config = _before(config, layers) if kept["before"] else config
+        before = by_first(model, keep)
+    head.module.config = _before(config, layers) if before else config
     return head
 
 

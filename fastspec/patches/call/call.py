@@ -74,6 +74,7 @@ def _agree(plan: Plan, ranks: Ranks) -> None:
     asked = [getattr(request, name) for name in AGREED], request.watch is None, sorted(request.ends)
     settings = plan.processing.sample, [getattr(config, name) for name in FILTERS]
     # what is whole in every process must round alike
+    kernels = plan.ops.name, plan.ops.drafts_in
     tuned = sorted(map(repr, installed(name_of(plan.device)).items()))
     ranks.check_arguments(
         plan.text.ids,
@@ -83,6 +84,7 @@ def _agree(plan: Plan, ranks: Ranks) -> None:
         asked,
         settings,
         plan.session.profile is None,
+        kernels,
         tuned,
     )
     if plan.processing.sample:

@@ -16,8 +16,9 @@ from fastspec.errors import Unsupported
 from fastspec.patches.assistants.registry import chosen, resolve
 from fastspec.patches.call.call import Call
 from fastspec.patches.call.plan import Prepared, plan_call
-from fastspec.patches.call.ranks import LocalCall, SynchronizedCall, ranks_of, refuse_beside
+from fastspec.patches.call.ranks import ranks_of, refuse_beside
 from fastspec.patches.call.refusals import refuse_arguments, refuse_overrides, refuse_plain_padding, refuse_prepared
+from fastspec.patches.call.shared_out import LocalCall, SynchronizedCall
 from fastspec.patches.cascade.loop import AdaptiveCascade
 from fastspec.patches.hf.compat import (
     device_of,

@@ -1,12 +1,7 @@
-"""One call in several processes: of a model that they hold together (tensor parallelism), or whose weights they share
-out (FSDP).
+"""Processes that hold a model together (tensor parallelism).
 
 Every process runs the same rounds, on logits of which all have the same bits; what any of them sees alone must not
 change how many rounds there are, or the sums between them would not meet.
-
-How many passes a call takes depends on its drafts, and so differs from process to process. So every process says before
-each pass that it works, and one that has nothing to do (`agree`) answers each of these passes with one of its own, over
-a single token, until none works.
 """
 
 from __future__ import annotations
@@ -21,8 +16,6 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
     MaxLengthCriteria,
@@ -32,8 +25,7 @@ from transformers.generation.stopping_criteria import (
 )
 
 from fastspec.errors import FastSpecError, Unsupported
-from fastspec.patches.assistants.registry import Continued, EagleDecoding, StaticDecoding
-from fastspec.patches.hf.compat import device_of, is_shared_out
+from fastspec.patches.hf.compat import device_of
 from fastspec.patches.hf.parallel import group_of
 
 Value = TypeVar("Value")
@@ -64,7 +56,8 @@ class Ranks:
             raise Unsupported(
                 f"the {self.group.size()} processes that hold the model together called generate with different "
                 "arguments: each must pass the same input_ids, assistant, settings and kinds of streamer, profile and "
-                "criteria, and have the same launches that fastspec.tune found, in a cache folder that all of them read"
+                "criteria, and run the same kernels by the same launches that fastspec.tune found, in a cache folder "
+                "that all of them read"
             )
 
     def check_answers(self, answers: list[list[int]]) -> None:
@@ -149,6 +142,13 @@ def ranks_of(model: Any) -> Ranks | None:
     return None if group is None else Ranks(group, device_of(model))
 
 
+def by_first(model: Any, run: Callable[[], Value]) -> Value:
+    """What `run` gives in the first of the processes that hold a model together, or here where one holds all of it: all
+    of them call this, and what each would read or measure for itself is the same in all."""
+    ranks = ranks_of(model)
+    return run() if ranks is None else ranks.by_first(run)
+
+
 _open: Counter[tuple[int, ...]] = Counter()
 """Open batches that decode in processes, by their ranks."""
 
@@ -205,109 +205,3 @@ def _first_difference(answers: list[list[list[int]]]) -> str:
             if len(set(tokens)) > 1:
                 return f"row {row}, new token {index}: {', '.join(map(str, tokens))}"
     return "of no row"
-
-
-class LocalCall:
-    """Call of a model whose weights one process holds: it waits for nobody."""
-
-    def __enter__(self) -> LocalCall:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        return None
-
-    def check(self, decoding: Any) -> None:
-        """Raise Unsupported for a decoding that cannot run here."""
-
-    def agree(self, able: bool) -> bool:
-        """True where all processes are able to go on with an assistant."""
-        return able
-
-
-class SynchronizedCall(LocalCall):
-    """Call that all processes of FSDP make, each on prompts of its own. One that fails answers the others' passes all
-    the same.
-
-    A process waits twice: when it knows whether it can serve the call, and in the end. Where one cannot, none does, and
-    this is over: plain decoding has a way of its own of keeping processes together.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self.model, self.answering, self.agreed = model, False, False
-
-    def __enter__(self) -> SynchronizedCall:
-        self.hook: Any = self.model.register_forward_pre_hook(self._before_pass, prepend=True)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.hook is not None:
-            self._wait(self.agreed)
-            self._leave()
-
-    def check(self, decoding: Any) -> None:
-        """Raise Unsupported for what runs the model otherwise than in passes of the whole, or needs weights between
-        them."""
-        inner, why = decoding.decoding if isinstance(decoding, Continued) else decoding, None
-        if not any(isinstance(module, FSDPModule) for module in self.model.modules()):
-            why = (
-                "it is the first version of it, whose inner model does not gather its weights by itself: use "
-                "fully_shard"
-            )
-        elif self.model.config.is_encoder_decoder:
-            why = "an encoder-decoder model takes no assistant there"
-        elif getattr(inner, "modules", None) is None:  # stages, each of which generates by itself
-            why = "a cascade's stages are not run over several processes"
-        elif any(is_shared_out(module) for module in inner.modules):
-            why = "its draft model is shared out too, and its passes are not kept in step"
-        elif isinstance(inner, (EagleDecoding, StaticDecoding)) and self._is_cut():
-            why = (
-                "a head reads its embeddings between two passes, where they are cut: call fully_shard(model, "
-                "reshard_after_forward=False)"
-            )
-        if why is not None:
-            raise Unsupported(
-                f"several processes share out the weights of this {type(self.model).__name__} by FSDP, and {why}"
-            )
-
-    def _is_cut(self) -> bool:
-        """True where embeddings or LM head are cut behind a pass."""
-        self._pass()
-        ends = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-        return any(isinstance(getattr(end, "weight", None), DTensor) for end in ends)
-
-    def agree(self, able: bool) -> bool:
-        """Wait until no process works -> whether all are able to go on. Where they are not, this is over."""
-        self.agreed = self._wait(able)
-        if not self.agreed:
-            self._leave()
-        return self.agreed
-
-    def _leave(self) -> None:
-        self.hook.remove()
-        self.hook = None
-
-    def _before_pass(self, module: Any, args: Any) -> None:
-        if not self.answering:
-            self._say(works=True, able=True)
-
-    def _wait(self, able: bool) -> bool:
-        while True:
-            works, all_able = self._say(works=False, able=able)
-            if not works:
-                return all_able
-            self.answering = True
-            try:
-                self._pass()
-            finally:
-                self.answering = False
-
-    @torch.no_grad()
-    def _pass(self) -> None:
-        self.model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device_of(self.model)), use_cache=False)
-
-    def _say(self, *, works: bool, able: bool) -> tuple[bool, bool]:
-        """Tell all processes -> whether any works, and whether all are able."""
-        told = torch.tensor([works, not able], dtype=torch.int32, device=device_of(self.model))
-        dist.all_reduce(told, op=dist.ReduceOp.MAX)
-        any_works, any_unable = told.tolist()
-        return bool(any_works), not any_unable

@@ -19,7 +19,7 @@ from fastspec.devices import made_current
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.capture import recorded
 from fastspec.patches.backends import notice
-from fastspec.patches.call.ranks import Ranks, refuse_beside
+from fastspec.patches.call.ranks import Ranks, by_first, refuse_beside
 from fastspec.patches.checks.compare import tensors, unlike
 from fastspec.patches.hf.compat import device_of, unwrapped
 from fastspec.patches.hf.modes import mode_for
@@ -248,7 +248,7 @@ def tune(
         return found, {(op, place) for (op, place), about in asked.items() if in_rounds(op, about)}
 
     ranks = None if group is None else Ranks(group, device)
-    places, of_rounds = measured() if ranks is None else ranks.by_first(measured)
+    places, of_rounds = by_first(model, measured)
     judged = {key: found.launch for key, found in places if found.kept and key in of_rounds}
     kept = _in_calls(model, session, ranks, judged, rows, length, began + 90 * minutes) if judged else judged.keys()
     places = [

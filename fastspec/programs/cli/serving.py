@@ -250,7 +250,7 @@ def serve(
     warmup_length: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Longest text that --warmup is for, in tokens; without it up to 3,968, as memory allows."
+            min=1, help="Longest text that --warmup is for, in tokens; without it up to 8,064, as memory allows."
         ),
     ] = None,
     grace: Annotated[int, typer.Option(min=0, help="Seconds that running requests have to end at a shutdown.")] = 10,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.generate import SHALLOW, free, prompts
+from helpers.generate import free, prompts
 from helpers.models import tiny_model
 from helpers.vision import seeing
 from transformers import (
@@ -41,9 +41,8 @@ ASSISTANTS = "autoregressive", "nasd", fastspec.Speculative(gamma=3, branches=3)
 
 
 def _patched(kind: str, **over: Any) -> Any:
-    over = {**SHALLOW, **over}
     return fastspec.patch(
-        tiny_model(kind, **over), speculative=tiny_model(kind, seed=1, **{**over, "num_hidden_layers": 2})
+        tiny_model(kind, num_hidden_layers=2, **over), speculative=tiny_model(kind, seed=1, num_hidden_layers=1, **over)
     )
 
 

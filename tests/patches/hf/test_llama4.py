@@ -27,7 +27,7 @@ from fastspec.patches.hf.modes import mode_for
 from fastspec.patches.session import session_of
 from fastspec.programs.training.target import TargetReader
 
-SPAN, NEW = 8, 26
+SPAN, NEW = 8, 18
 TREE = fastspec.Eagle3(depth=4, top_k=4, total_tokens=16)
 ASSISTANTS = "autoregressive", "nasd", "speculative", fastspec.Speculative(gamma=3, branches=3), TREE
 ONE, BATCH, RAGGED = prompts(11), prompts(9, 9, 9), prompts(5, 11)

@@ -16,11 +16,10 @@ from helpers.generate import bigram
 from helpers.models import FAMILIES as ADAPTED
 from helpers.models import tiny_head, tiny_model
 from helpers.mtp import loaded
-from helpers.processes import spawn
+from helpers.rank_pool import RankPools
 from helpers.ranks import (
     OWN_LAYER,
     SEEING,
-    SIZE,
     SMALL,
     calls,
     captured,
@@ -35,10 +34,8 @@ from helpers.ranks import (
     seen,
     sized,
     staged,
-    whole,
-    work,
 )
-from helpers.ranks_told import by_first, refusals, tuned
+from helpers.ranks_told import by_first, refusals, tuned, verdicts, vocabularies
 from helpers.vision import seeing
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import CONFIG_MAPPING
@@ -57,25 +54,6 @@ FAMILIES = "llama", "gemma4_text", "qwen3_5_text", "gpt_oss", GENERIC
 OTHERS = [
     kind for kind in ADAPTED if kind not in FAMILIES and getattr(CONFIG_MAPPING[kind], "base_model_tp_plan", None)
 ]
-KINDS = [
-    (run.__name__, run, "")
-    for run in (
-        calls,
-        cut_heads,
-        drafted,
-        own_layer,
-        sized,
-        staged,
-        narrow,
-        packed,
-        captured,
-        seen,
-        hooked,
-        refusals,
-        tuned,
-        by_first,
-    )
-]
 GEMMA4_EXPERTS = {
     "enable_moe_block": True,
     "num_experts": 4,
@@ -88,110 +66,84 @@ GEMMA4_EXPERTS = {
 }
 MIXTURES = ("qwen2_moe", "glm4_moe", "gemma4_experts")
 """A shared expert that all have whole, one that is cut, and experts beside a dense feed-forward."""
-JOBS = [*KINDS, *((kind, family, kind) for kind in FAMILIES), *((f"{kind}, mixed", mixed, kind) for kind in MIXTURES)]
-Made = tuple[Path, list[dict[str, Any]]]
-
-
-def run_both(folder: Path, kinds: list[str], jobs: list[Any]) -> Made:
-    """The folder of the models, and what each of the two processes made of all jobs."""
-    for kind in kinds:
-        model = (
-            tiny_model("gemma4_text", **SMALL, **GEMMA4_EXPERTS)
-            if kind == "gemma4_experts"
-            else tiny_model(kind, **SMALL)
-        )
-        model.save_pretrained(folder / kind)
-    bigram(**SMALL).save_pretrained(folder / "bigram")
-    loaded("glm4_moe", folder / OWN_LAYER)
-    seeing(SEEING).save_pretrained(folder / SEEING)
-    spawn(work, (folder, jobs), SIZE)
-    return folder, [torch.load(folder / f"{rank}.pt") for rank in range(SIZE)]
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """Of every kind of call and of family."""
-    return run_both(tmp_path_factory.mktemp("ranks"), [*FAMILIES, *MIXTURES], JOBS)
-
-
-def compare(both: Made, name: str, run: Any, kind: str = "") -> list[Any]:
-    """Every process's results of a job, of which all must be those of one process that holds the model alone; returns
-    these."""
-    folder, found = both
-    torch.manual_seed(0)
-    expected = run(whole(folder), kind)
-    for rank in range(SIZE):
-        made = found[rank][name]
-        assert isinstance(made, list), made
-        for index, (mine, alone) in enumerate(zip(made, expected, strict=True)):
-            assert torch.equal(mine, alone) if isinstance(alone, torch.Tensor) else mine == alone, (rank, index)
-    return expected
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the models."""
+    made = tmp_path_factory.mktemp("ranks")
+    for kind in {*FAMILIES, "qwen2_moe", "glm4_moe"}:
+        tiny_model(kind, **SMALL).save_pretrained(made / kind)
+    tiny_model("gemma4_text", **SMALL, **GEMMA4_EXPERTS).save_pretrained(made / "gemma4_experts")
+    bigram(**SMALL).save_pretrained(made / "bigram")
+    loaded("glm4_moe", made / OWN_LAYER)
+    seeing(SEEING).save_pretrained(made / SEEING)
+    return made
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_a_family_gives_the_same_tokens(both: Made, kind: str) -> None:
-    *_, mode = compare(both, kind, family, kind)
+def test_a_family_gives_the_same_tokens(rank_pools: RankPools, folder: Path, kind: str) -> None:
+    *_, mode = rank_pools.compare(family, folder, kind)
     assert mode.startswith("generic" if kind == GENERIC else "adapter")
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
-def test_experts_are_cut_within_captured_rounds(both: Made, kind: str) -> None:
-    compare(both, f"{kind}, mixed", mixed, kind)
+def test_experts_are_cut_within_captured_rounds(rank_pools: RankPools, folder: Path, kind: str) -> None:
+    rank_pools.compare(mixed, folder, kind)
 
 
 @pytest.mark.slow
-def test_the_other_families_give_the_same_tokens(tmp_path: Path) -> None:
-    made = run_both(tmp_path, OTHERS, [(kind, family, kind) for kind in OTHERS])
-    for kind in OTHERS:
-        compare(made, kind, family, kind)
+@pytest.mark.parametrize("kind", OTHERS)
+def test_another_family_gives_the_same_tokens(rank_pools: RankPools, tmp_path: Path, kind: str) -> None:
+    tiny_model(kind, **SMALL).save_pretrained(tmp_path / kind)
+    rank_pools.compare(family, tmp_path, kind)
 
 
-def test_prompts_with_images_give_the_same_tokens(both: Made) -> None:
-    compare(both, "seen", seen)
+def test_prompts_with_images_give_the_same_tokens(rank_pools: RankPools, folder: Path) -> None:
+    rank_pools.compare(seen, folder)
 
 
-def test_drafts_are_accepted(both: Made) -> None:
-    compare(both, "drafted", drafted)
+def test_drafts_are_accepted(rank_pools: RankPools, folder: Path) -> None:
+    rank_pools.compare(drafted, folder)
 
 
-def test_the_layer_of_a_models_own_files_drafts_in_all(both: Made) -> None:
-    compare(both, "own_layer", own_layer)
+def test_the_layer_of_a_models_own_files_drafts_in_all(rank_pools: RankPools, folder: Path) -> None:
+    rank_pools.compare(own_layer, folder)
 
 
-def test_heads_are_cut_too(both: Made) -> None:
+def test_heads_are_cut_too(rank_pools: RankPools, folder: Path) -> None:
     """Their tokens, and as many accepted drafts a round, are those of whole heads."""
-    compare(both, "cut_heads", cut_heads)
+    rank_pools.compare(cut_heads, folder)
 
 
-def test_calls_of_every_kind_give_the_same_tokens(both: Made) -> None:
-    compare(both, "calls", calls)
+def test_calls_of_every_kind_give_the_same_tokens(rank_pools: RankPools, folder: Path) -> None:
+    rank_pools.compare(calls, folder)
 
 
-def test_sizes_of_trees_are_chosen_alike(both: Made) -> None:
-    compare(both, "sized", sized)
+def test_sizes_of_trees_are_chosen_alike(rank_pools: RankPools, folder: Path) -> None:
+    rank_pools.compare(sized, folder)
 
 
-def test_a_cascade_s_stages_are_held_by_one_process_or_by_all(both: Made) -> None:
-    expected = compare(both, "staged", staged)
+def test_a_cascade_s_stages_are_held_by_one_process_or_by_all(rank_pools: RankPools, folder: Path) -> None:
+    expected = rank_pools.compare(staged, folder)
     outcomes = {outcome for row in (each for each in expected if isinstance(each, list)) for _, outcome, _ in row}
     assert outcomes == {"answered", "sent_on"}
 
 
-def test_of_logits_the_likeliest_are_joined(both: Made) -> None:
-    compare(both, "narrow", narrow)
+def test_of_logits_the_likeliest_are_joined(rank_pools: RankPools, folder: Path) -> None:
+    rank_pools.compare(narrow, folder)
 
 
-def test_captured_rounds_give_the_same_tokens(both: Made) -> None:
-    compare(both, "captured", captured)
+def test_captured_rounds_give_the_same_tokens(rank_pools: RankPools, folder: Path) -> None:
+    rank_pools.compare(captured, folder)
 
 
-def test_a_hook_on_a_cut_embedding_runs(both: Made) -> None:
-    compare(both, "hooked", hooked)
+def test_a_hook_on_a_cut_embedding_runs(rank_pools: RankPools, folder: Path) -> None:
+    rank_pools.compare(hooked, folder)
 
 
-def test_what_the_first_process_does_for_all_ends_in_all(both: Made) -> None:
-    _, found = both
-    mine, other = (found[rank]["by_first"] for rank in range(SIZE))
+def test_what_the_first_process_does_for_all_ends_in_all(rank_pools: RankPools, folder: Path) -> None:
+    (mine, other), _ = rank_pools.run(by_first, folder, alone=False)
     assert mine[:4] == ["ValueError: plain", "Local: of this place", "Wordy: two words", "KeyboardInterrupt: "]
     told = [
         "ValueError: plain",
@@ -200,20 +152,33 @@ def test_what_the_first_process_does_for_all_ends_in_all(both: Made) -> None:
         "KeyboardInterrupt: ",
     ]
     assert other[:4] == told and mine[4] == other[4] == 5
-    assert all("fastspec.tune found" in each[5] for each in (mine, other))
+    assert all("fastspec.tune found" in why for each in (mine, other) for why in each[5:])
 
 
-def test_launches_are_tuned_by_one_and_used_by_all(both: Made) -> None:
+def test_the_first_process_s_verdict_on_an_mtp_layer_is_that_of_all(rank_pools: RankPools, folder: Path) -> None:
+    """One that finds a kept verdict does not leave others alone with the probe's sums."""
+    (mine, other), _ = rank_pools.run(verdicts, folder, alone=False)
+    (_, before), *_ = mine
+    assert mine == [(1, before), 1, (1, before), 1, (2, before), 1]
+    assert other == [(1, before), 0, (1, before), 0, (2, before), 1]
+
+
+def test_the_first_process_s_draft_vocabulary_is_that_of_all(rank_pools: RankPools, folder: Path) -> None:
+    drafted, *_ = rank_pools.compare(vocabularies, folder)
+    assert drafted == [*range(40)]
+
+
+def test_launches_are_tuned_by_one_and_used_by_all(rank_pools: RankPools, folder: Path) -> None:
     """Heads that are whole in all processes draft the same tokens only by the same launches."""
-    _, (mine, other) = both
-    assert mine["tuned"] == other["tuned"], (mine["tuned"], other["tuned"])
-    kept, before, after, tables, failed = mine["tuned"]
+    (mine, other), _ = rank_pools.run(tuned, folder, alone=False)
+    assert mine == other
+    kept, before, after, tables, failed = mine
     assert before == after and {op for op, *_ in kept} >= {"linear"}, kept
     assert tables == "tuned" and failed == "division by zero"
 
 
-def test_what_each_has_of_weights_can_lie_together(both: Made) -> None:
-    first, _, *told = compare(both, "packed", packed)
+def test_what_each_has_of_weights_can_lie_together(rank_pools: RankPools, folder: Path) -> None:
+    first, _, *told = rank_pools.compare(packed, folder)
     assert first is True and all(each is True or isinstance(each, torch.Tensor) for each in told)
 
 
@@ -348,10 +313,10 @@ def test_layers_of_several_cuts_are_multiplied_side_by_side(wide: int) -> None:
     assert sent == [wide, 2 * wide] if wide == 6 else [wide] * 3  # at once, where each has as many outputs
 
 
-def test_what_is_refused_by_name(both: Made) -> None:
-    _, found = both
-    for rank in range(SIZE):
-        cascade, seeds, settings, profiles, ended, older, many, more = found[rank]["refusals"]
+def test_what_is_refused_by_name(rank_pools: RankPools, folder: Path) -> None:
+    found, _ = rank_pools.run(refusals, folder, alone=False)
+    for told in found:
+        cascade, seeds, settings, profiles, ended, older, many, more = told
         differently = seeds, settings, profiles
         assert all("different arguments" in each for each in differently)
         assert "Cascade(memory=...)" in cascade and "2 hold this LlamaForCausalLM" in cascade

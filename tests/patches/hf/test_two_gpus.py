@@ -3,15 +3,13 @@ memory."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from helpers import ranks
 from helpers.generate import bigram
 from helpers.models import tiny_model
+from helpers.rank_pool import RankPools
 from helpers.ranks import (
     SEEING,
     SIZE,
@@ -25,11 +23,8 @@ from helpers.ranks import (
     mixed,
     on_gpus,
     seen,
-    whole,
-    work,
 )
 from helpers.vision import seeing
-from torch import multiprocessing
 
 pytestmark = [pytest.mark.gpu, *on_gpus(SIZE)]
 FAMILIES = (
@@ -58,30 +53,19 @@ JOBS = [
     *((f"{kind}, mixed", mixed, kind) for kind in MIXTURES),
     *((kind, family, kind) for kind in (*FAMILIES, GENERIC)),
 ]
-Made = tuple[Path, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """The folder of the models, and what each of the two processes made of all jobs."""
-    folder = tmp_path_factory.mktemp("gpus")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the models."""
+    made = tmp_path_factory.mktemp("gpus")
     for kind in {*FAMILIES, *MIXTURES, GENERIC}:
-        tiny_model(kind, **SMALL).save_pretrained(folder / kind)
-    bigram(**SMALL).save_pretrained(folder / "bigram")
-    seeing(SEEING).save_pretrained(folder / SEEING)
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    multiprocessing.spawn(work, args=(folder, JOBS, "cuda"), nprocs=SIZE)
-    return folder, [torch.load(folder / f"{rank}.pt") for rank in range(SIZE)]
+        tiny_model(kind, **SMALL).save_pretrained(made / kind)
+    bigram(**SMALL).save_pretrained(made / "bigram")
+    seeing(SEEING).save_pretrained(made / SEEING)
+    return made
 
 
-@pytest.mark.parametrize("name, run, kind", JOBS, ids=[name for name, *_ in JOBS])
-def test_two_say_what_one_says(both: Made, name: str, run: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "HERE", "cuda")
-    folder, found = both
-    torch.manual_seed(0)
-    expected = run(whole(folder), kind)
-    for rank in range(SIZE):
-        made = found[rank][name]
-        assert isinstance(made, list), made
-        for index, (mine, alone) in enumerate(zip(made, expected, strict=True)):
-            assert torch.equal(mine, alone.cpu()) if isinstance(alone, torch.Tensor) else mine == alone, (rank, index)
+@pytest.mark.parametrize("run, kind", [job for _, *job in JOBS], ids=[name for name, *_ in JOBS])
+def test_two_say_what_one_says(rank_pools: RankPools, folder: Path, run: Any, kind: str) -> None:
+    rank_pools.compare(run, folder, kind, device="cuda")
