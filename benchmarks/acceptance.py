@@ -1,8 +1,6 @@
-"""Acceptance length and speed of assistants, and equality with plain `generate`, over prompt files, one row of JSON per
-file and assistant.
+"""Acceptance length and speed of assistants, and equality with plain `generate`: a row per prompt file and assistant.
 
     python benchmarks/acceptance.py --prompts mt_bench.jsonl gsm8k.jsonl --batch 40 --tokens 256 --dtype float32 --out rows.jsonl
-    python benchmarks/acceptance.py --prompts mt_bench.jsonl --batch 40 --rows 8 --no-plain --dtype bfloat16 --out rows.jsonl
     python benchmarks/acceptance.py --prompts mt_bench.jsonl --no-plain --head one another --tree 60,7,10 60,9,10 --out rows.jsonl
     python benchmarks/acceptance.py --prompts mt_bench.jsonl --temperature 0.6 1 --tree 60,7,10 60,4,10 --dtype bfloat16 --out rows.jsonl
 

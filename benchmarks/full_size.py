@@ -306,22 +306,18 @@ def ours(model: Any, ids: torch.Tensor, assistant: Any, tokens: int, calls: int 
         walls.append(1e3 * (last.seconds - last.phases["prefill"]) / last.rounds)
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     replay = replay_ms(model)
-    parts = {"parts_ms": parts_ms(model, ids, min(tokens, 40), options)} if calls > 1 else {}
     fused = isinstance(assistant, fastspec.Eagle3) and assistant.fused
     drafter = None if assistant == "autoregressive" else "fused" if fused else "kernels"
-    row = {**round_times(walls), "nodes": 1 + last.drafted // last.row_rounds, **parts}
+    row = {**round_times(walls), "nodes": 1 + last.drafted // last.row_rounds}
     row |= {"prefill_ms": round(1e3 * last.phases["prefill"], 2), "peak_mib": round(peak / 2**20, 1)}
     row |= {"replay_ms": replay, "acceptance_length": round(last.acceptance_length, 3), "rounds": last.rounds}
     row |= {"kernels": fastspec.report(model).backend, "first_call_s": made[0], "capture_s": made[-1]}
+    if calls > 1:
+        with fastspec.profile(model) as profile:
+            model.generate(ids, max_new_tokens=min(tokens, 40), **options)
+        del profile.rounds[:2]  # compiled and captured
+        row["parts_ms"] = {name: [round(ms, 4) for ms in profile.quantiles(name)] for name in profile.parts}
     return row | {"drafter": drafter}
-
-
-def parts_ms(model: Any, ids: torch.Tensor, tokens: int, options: dict[str, Any]) -> dict[str, list[float]]:
-    """Quantiles of the parts of a round, timed one by one."""
-    with fastspec.profile(model) as profile:
-        model.generate(ids, max_new_tokens=tokens, **options)
-    del profile.rounds[:2]  # compiled and captured
-    return {name: [round(value, 4) for value in profile.quantiles(name)] for name in profile.parts}
 
 
 def replay_ms(model: Any) -> float | None:
@@ -346,9 +342,7 @@ def shape_parser(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--shapes", default="llama-8b", help=f"of {', '.join(SHAPES)}, with commas between")
     parser.add_argument("--prefix", type=numbers, default=[2048], help="tokens before; several with commas between")
     parser.add_argument("--batch", type=numbers, default=[1], help="rows; several with commas between")
-    parser.add_argument(
-        "--calls", type=int, default=CALLS, help="timed calls; 1 also leaves out the second capture and the parts"
-    )
+    parser.add_argument("--calls", type=int, default=CALLS, help="timed calls; 1 leaves out second capture and parts")
     parser.add_argument("--tokens", type=int, default=60)
     parser.add_argument("--draft-vocab", type=int, default=32000)
     parser.add_argument("--head-bits", type=numbers, default=[16], help="of the head's weights: 16,8 times both")

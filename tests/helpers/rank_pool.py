@@ -20,12 +20,14 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from multiprocessing import connection, get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fastspec import files
@@ -194,6 +196,7 @@ def serve(rank: int, count: int, device: str, folder: Path, end: connection.Conn
     faulthandler.register(signal.SIGUSR1, stack)
     os.environ[files.SETTING] = str(folder / "cache")  # one process must not find what `alone` has just kept
     ranks.join(rank, folder, device, count)
+    dist.init_device_mesh = cache(dist.init_device_mesh)  # each has groups, whose threads would look about for ever
     compile_all, compiling = ahead._compile, 0.0
 
     def in_turn(*given: Any) -> None:
