@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, wraps
+from functools import wraps
 from typing import Any, TypeVar
 
-Made = TypeVar("Made", bound=Callable[..., Any])
+from torch import Tensor
+
+Made = TypeVar("Made", bound=Callable[..., Tensor])
 
 
 def constant(make: Made) -> Made:
-    """Cache of a tensor by its arguments, made with data also where a program is first looked at without (the look of
-    kernels/ahead.py): what a look has made has none, and would be read as if it had."""
+    """Cache of a tensor by its arguments. One that is made where a program is looked at without data (kernels/ahead.py)
+    is of another class, and is not kept: it would be read as if it had some."""
+    held: dict[tuple[Any, ...], Tensor] = {}
 
-    @lru_cache
     @wraps(make)
-    def made(*given: Any) -> Any:
-        from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-        with unset_fake_temporarily():
-            return make(*given)
+    def made(*given: Any) -> Tensor:
+        if given in held:
+            return held[given]
+        found = make(*given)
+        if type(found) is Tensor:
+            held[given] = found
+        return found
 
     return made  # type: ignore[return-value]  # typed as what it caches

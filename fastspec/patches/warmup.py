@@ -28,7 +28,7 @@ WARM_LENGTH = WARM_SLOTS - EXTENT_BUCKET
 WARM_SLOTS."""
 MOST_WARM = 4 * WARM_SLOTS - EXTENT_BUCKET
 """The same where nobody says how many tokens, as far as memory allows: what a row has room for by default. From twice
-WARM_SLOTS on attention over trees runs by another kernel on Hopper, whose compilation stopped all rows for a second."""
+WARM_SLOTS on attention over trees may run by another kernel on Hopper, which would compile while all rows wait."""
 SHARE = 2
 """Part of the free memory, one in so many, that buffers for texts of any length may take."""
 OVERSHOT = 4

@@ -4,7 +4,6 @@ the others alone."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from helpers import ranks_cascade
 from helpers.models import tiny_model
 from helpers.processes import spawn
 from helpers.rank_pool import RankPools
-from helpers.ranks import COUNTS, SIZE, of_size, work
+from helpers.ranks import COUNTS, SIZE, folders, work
 
 import fastspec
 from fastspec.errors import Unsupported
@@ -25,15 +24,7 @@ CASES = "served", "called", "failing", "drafted"
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     """The folder of the models for so many processes."""
-
-    @cache
-    def made(count: int) -> Path:
-        folder = tmp_path_factory.mktemp("ranks")
-        with of_size(count):
-            ranks_cascade.save(folder)
-        return folder
-
-    return made
+    return folders(tmp_path_factory, ranks_cascade.save)
 
 
 def compare(pools: RankPools, folder: Path, name: str, **where: Any) -> list[list[Any]]:

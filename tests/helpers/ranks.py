@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import count as count_from
 from pathlib import Path
 from types import SimpleNamespace
@@ -475,6 +475,19 @@ def cut(folder: Path) -> Loader:
 
 def _kind(name: str) -> Any:
     return AutoModelForImageTextToText if name == SEEING else AutoModelForCausalLM
+
+
+def folders(factory: pytest.TempPathFactory, save: Callable[[Path], object]) -> Callable[[int], Path]:
+    """Folders with the models for so many processes, each saved once."""
+
+    @cache
+    def made(count: int) -> Path:
+        folder = factory.mktemp("ranks")
+        with of_size(count):
+            save(folder)
+        return folder
+
+    return made
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from helpers.models import tiny_model
 from helpers.open import SECONDS
 from helpers.processes import spawn
 from helpers.rank_pool import RankPools
-from helpers.ranks import COUNTS, SIZE, of_size, sizes, work
+from helpers.ranks import COUNTS, SIZE, folders, sizes, work
 
 from fastspec.errors import FastSpecError
 from fastspec.patches.open_ranks import TurnOrder
@@ -38,15 +37,7 @@ def saved(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     """The folder of the models for so many processes."""
-
-    @cache
-    def made(count: int) -> Path:
-        folder = tmp_path_factory.mktemp("ranks")
-        with of_size(count):
-            saved(folder)
-        return folder
-
-    return made
+    return folders(tmp_path_factory, saved)
 
 
 def compare(pools: RankPools, folder: Path, name: str, **where: Any) -> None:

@@ -213,7 +213,7 @@ class NasdDrafter(HostDrafter):
             self.measured = measured.setdefault((rows, self.nodes), MeasuredCosts(self.costs))
             self.costs = self.measured.costs()
         self.times, self.kind = RoundTimes(), 0
-        """What rounds took where they are `timed`, and the kind of the last one: its nodes, or IN_VAIN."""
+        """Times of rounds, where they are `timed`, and the kind of the last one: its nodes, or IN_VAIN."""
         self.unseen = 0
         """Rounds with drafts that may come before the time of those without is taken again."""
         self.began = 0.0

@@ -227,7 +227,7 @@ class Engine(Generic[TargetT]):
         flying = int(self.in_flight and not self.size and not self.rests)
         if self.resting is not None and self.kept + flying > 0:
             self.resting.hand_over(self.kept + flying)
-            self.kept = -flying
+            self.kept = -flying  # it counts when it is read
 
     def forget(self) -> None:
         """Drop what rounds without drafts have kept for the drafter: nobody drafts after these."""

@@ -539,7 +539,7 @@ def _probed(head: BoundHead, model: Any, where: str) -> BoundHead:
         before = found.get("before")
         return before if found.get("about") == about and isinstance(before, bool) else None
 
-    def keep() -> bool:
+    def keep(shares: list[float]) -> bool:
         before = shares[1] >= shares[0] + MARGIN
         files.write(path, {"about": about, "before": before, "agreement": shares})
         return before
@@ -547,7 +547,7 @@ def _probed(head: BoundHead, model: Any, where: str) -> BoundHead:
     before = by_first(model, kept)
     if before is None:
         shares = _agreements(head, model, (config, _before(config, layers)))
-        before = by_first(model, keep)
+        before = by_first(model, partial(keep, shares))
     head.module.config = _before(config, layers) if before else config
     return head
 

@@ -4,7 +4,6 @@ symmetric memory where there are as many GPUs."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ from helpers.ranks import (
     cut_heads,
     drafted,
     family,
+    folders,
     mixed,
-    of_size,
     on_gpus,
     sized,
     sizes,
@@ -45,20 +44,16 @@ def cases() -> list[Any]:
     return made
 
 
+def saved(folder: Path) -> None:
+    for kind in {*FAMILIES, *MIXTURES}:
+        tiny_model(kind, **sizes()).save_pretrained(folder / kind)
+    bigram(**sizes()).save_pretrained(folder / "bigram")
+
+
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     """The folder of the models for so many processes."""
-
-    @cache
-    def made(count: int) -> Path:
-        folder = tmp_path_factory.mktemp("ranks")
-        with of_size(count):
-            for kind in {*FAMILIES, *MIXTURES}:
-                tiny_model(kind, **sizes()).save_pretrained(folder / kind)
-            bigram(**sizes()).save_pretrained(folder / "bigram")
-        return folder
-
-    return made
+    return folders(tmp_path_factory, saved)
 
 
 @pytest.mark.parametrize("count, device, run, kind", cases())
