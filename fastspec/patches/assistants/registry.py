@@ -39,6 +39,7 @@ from fastspec.patches.assistants.head_bits import in_bits, ops_of, refuse_fused
 from fastspec.patches.assistants.heads import parts_of
 from fastspec.patches.assistants.mtp import load_mtp, save_with_mtp
 from fastspec.patches.assistants.speculative import read_parameters, resolve_speculative, vocabulary
+from fastspec.patches.backends import ngram_counter
 from fastspec.patches.call.refusals import refuse_heads, refuse_joining
 from fastspec.patches.hf.compat import device_of, dtype_of
 from fastspec.patches.hf.parallel import embedding_of, group_of, parallel_style, share_of
@@ -285,7 +286,8 @@ def _nasd(config: Nasd, resources: dict[str, Any], model: Any) -> NasdDecoding:
     weight_bytes = sum(weight.nbytes for weight in read_parameters(model))
     session, alone = session_of(model), group_of(model) is None  # processes choose alike
     clocked = alone and weight_bytes >= MEASURED_BYTES and (device_of(model).type, dtype_of(model)) == EXACT
-    return NasdDecoding(config, weight_bytes, size, session.ngram_costs if session is not None and clocked else None)
+    measured = session.ngram_costs if session is not None and clocked else None
+    return NasdDecoding(config, weight_bytes, size, measured, ngram_counter())
 
 
 def _cascade(resources: dict[str, Any]) -> Any:
