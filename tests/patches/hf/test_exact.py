@@ -9,22 +9,29 @@ import pytest
 import torch
 from helpers.generate import SHALLOW
 from helpers.gptq import packed_layers
-from helpers.models import tiny_model
+from helpers.models import FAMILIES, tiny_model
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
 import fastspec
 from fastspec.devices import STORED
 from fastspec.errors import Unsupported
+from fastspec.kernels.linear.reference import experts
 from fastspec.patches import session
 from fastspec.patches.backends import TORCH
 from fastspec.patches.hf import exact
 from fastspec.patches.hf.exact import Defaults, refuse_device, refuse_parts
+from fastspec.patches.hf.families import ADAPTERS
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import adapter_for, mode_for
 
 
-def layers_of(model: Any) -> Any:
-    return HFModel(model, adapter_for(model), rows=1, capacity=8, tail=1, taps=None, ops=TORCH).layers
+WITH_EXPERTS = replace(TORCH, experts=experts)
+OTHER_ATTENTION = {"qwen3_5_moe_text", "qwen3_next", "olmoe", "flex_olmo"}
+MIXTURES = [kind for kind in FAMILIES if ADAPTERS[kind].mixture is not None and kind not in OTHER_ATTENTION]
+
+
+def layers_of(model: Any, ops: Any = TORCH) -> Any:
+    return HFModel(model, adapter_for(model), rows=1, capacity=8, tail=1, taps=None, ops=ops).layers
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2"])
@@ -33,14 +40,20 @@ def test_plain_layers_are_taken(kind: str) -> None:
     refuse_parts(model, layers_of(model))
 
 
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_mixtures_by_the_backends_op_are_taken(kind: str) -> None:
+    model = tiny_model(kind, **SHALLOW)
+    refuse_parts(model, layers_of(model, WITH_EXPERTS))
+
+
 @pytest.mark.parametrize(
     ("kind", "what"),
     [
         ("gemma4_text", "more than attention and a feed-forward"),
-        ("mixtral", "a feed-forward other than a gated one"),
+        ("mixtral", "a feed-forward that runs by a module of its own"),
         ("qwen3_next", "GatedDelta, which sums over a tree otherwise"),
         ("cohere", "norms of its own"),
-        ("olmo2", "projections of attention that are no plain linear layers"),
+        ("olmo2", "projections of attention that are no plain"),
     ],
 )
 def test_other_parts_of_a_layer_are_refused_by_name(kind: str, what: str) -> None:
@@ -123,7 +136,9 @@ def test_what_a_model_has_become_decides(monkeypatch: pytest.MonkeyPatch) -> Non
     layer.q_proj = plain
     assert why_not(choice, model, KERNELS) is None
     mixture = half("mixtral")
-    assert "a feed-forward other than" in str(why_not(Defaults(), mixture, KERNELS))
+    assert "a feed-forward that runs by" in str(why_not(Defaults(), mixture, KERNELS))
+    by_op = replace(KERNELS, experts=experts)
+    assert why_not(Defaults(), mixture, by_op) == f"its cost was not measured of mixtures of experts: {exact.ASK}"
     assert why_not(choice, model.float(), KERNELS) == (
         "sums of a fixed order are for bfloat16 and float16, and this model is in torch.float32"
     )
