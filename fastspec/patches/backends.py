@@ -223,7 +223,7 @@ def exact_ops() -> Ops:
     from fastspec.kernels.attention import ordered as attention
     from fastspec.kernels.linear import experts
     from fastspec.kernels.linear import ordered as products
-    from fastspec.kernels.parallel import joins
+    from fastspec.kernels.parallel import joins, reduced_norm
     from fastspec.kernels.quantised import linear as quantised
 
     return replace(
@@ -239,6 +239,7 @@ def exact_ops() -> Ops:
         experts=partial(experts.experts, ordered=True),
         stored_experts=partial(experts.experts, ordered=True),
         all_reduce=joins.ordered_sum,
+        rms_norm=partial(reduced_norm.rms_norm, ordered=True),
         exact=True,
     )
 

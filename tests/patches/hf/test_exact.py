@@ -24,7 +24,6 @@ from fastspec.patches.hf.families import ADAPTERS
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import adapter_for, mode_for
 
-
 WITH_EXPERTS = replace(TORCH, experts=experts)
 OTHER_ATTENTION = {"qwen3_5_moe_text", "qwen3_next", "olmoe", "flex_olmo"}
 MIXTURES = [kind for kind in FAMILIES if ADAPTERS[kind].mixture is not None and kind not in OTHER_ATTENTION]
