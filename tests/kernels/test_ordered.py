@@ -4,13 +4,11 @@ chain, beside other rows and by itself."""
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from helpers.examples import examples
-from helpers.kernels import EVERYWHERE, ON_CUDA
+from helpers.kernels import EVERYWHERE, ON_CUDA, add_in_order
 from helpers.trees import random_parents
 from hypothesis import given
 from hypothesis import strategies as st
@@ -269,18 +267,7 @@ def test_parts_are_those_of_torch(device, dtype, channels, depth):
 
 @pytest.fixture
 def dots_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tile's product adds up its depth in order, as a GPU does, whatever the tile: numpy's follows the tile."""
-    if torch.cuda.is_available():
-        return
-    from triton.runtime import interpreter
-
-    def dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
-        total = d.data.astype(np.float32)
-        for left, right in zip(a.data.T.astype(np.float32), b.data.astype(np.float32), strict=True):
-            total += left[:, None] * right[None, :]
-        return interpreter.TensorHandle(total, d.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+    add_in_order(monkeypatch)
 
 
 KINDS = {

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.generate import SHALLOW
+from helpers.generate import SHALLOW, TREE, prompts
 from helpers.gptq import packed_layers
-from helpers.models import FAMILIES, tiny_model
+from helpers.kernels import add_in_order
+from helpers.models import FAMILIES, tiny_head, tiny_model
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
 import fastspec
@@ -69,6 +70,22 @@ def test_other_kernels_and_dtypes_are_refused_by_name() -> None:
         refuse_device(kernels, torch.float32)
     with pytest.raises(Unsupported, match="runs on 'torch'"):
         refuse_device(TORCH, torch.bfloat16)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a CUDA device")
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "glm4_moe"])
+def test_a_tree_scores_by_the_bits_of_one_token_at_a_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter, whose products are made to add up in order: of one row, and beside another."""
+    add_in_order(monkeypatch)
+    model = tiny_model(kind, num_hidden_layers=2 if kind == "glm4_moe" else 1).half()  # GLM's first layer is dense
+    options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    with fastspec.patched(model, backend="triton", exact=True, eagle3=tiny_head(model).half()):
+        alone = model.generate(**prompts(5), **options, assistant="autoregressive")
+        for inputs, assistant in ((prompts(5), TREE), (prompts(5, 5), "autoregressive")):
+            made = model.generate(**inputs, **options, assistant=assistant)
+            assert made.sequences[0].equal(alone.sequences[0])
+            assert all(a[0].equal(b[0]) for a, b in zip(made.logits, alone.logits, strict=True))
 
 
 KERNELS = replace(TORCH, name="triton", stored_linears=None)
