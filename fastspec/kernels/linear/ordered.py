@@ -5,8 +5,8 @@ A tile's height, its width and the instruction that multiplies it change no bit 
 What would is a number of parts that follows the number of rows, or sums by other units. So there is no kernel of its
 own for one row here. On Hopper, where an output has few channels, the depth is cut in 2 or 4 parts, added up as (0 + 1)
 + (2 + 3): one sum over it would take longer than the weight takes to read. Up to MAX_ROWS rows take the kernels of this
-folder; more of them, where the depth is whole, torch's product, which does not split it there either
-(tests/kernels/test_ordered.py compares its bits).
+folder; more of them, where the depth is whole and the output is not narrow, torch's product, which does not split it
+there either (tests/kernels/test_ordered.py compares its bits).
 
 R rows, K input channels, M output channels.
 """
@@ -37,6 +37,8 @@ WIDEST = 256
 """Rows of a tile whose parts lie side by side, each of them counted."""
 FEW_ROWS = 256
 """Rows of a product whose parts are left to the norm behind it."""
+NARROW = 512
+"""Channels of outputs, such as a router's, of which torch might split the depth for any number of rows."""
 FEW_CHANNELS, SOME_CHANNELS = 2048, 4096
 """Of an output whose depth is cut, in 4 parts at most or in 2: tiles of 64 of them leave most of an H100's
 multiprocessors idle, or half of them."""
@@ -119,7 +121,8 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, kind: 
         return None
     flat, floats = x.reshape(rows, depth), dtypes == FLOATS
     hopper = takes(weight, weight)  # not by the rows: the parts follow from the weight alone
-    if rows > MAX_ROWS and not floats and not (hopper and parts_of(channels, depth, gated) > 1):
+    apart = hopper and parts_of(channels, depth, gated) > 1
+    if rows > MAX_ROWS and channels > NARROW and not floats and not apart:
         return None
     out = x.new_empty(*x.shape[:-1], channels)
     if hopper:
