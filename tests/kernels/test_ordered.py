@@ -52,6 +52,7 @@ ROOTS = (
     4095,
     4352,
 )
+LONG_ROOTS = 8187, 8192, 9216, 10240, 12300, 16384, 20470
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 
 
@@ -67,7 +68,7 @@ def test_runs_cover_the_text_once(fine):
     """The kernel's own functions, by their formula: runs follow each other, and `runs_of` counts them."""
     each, size = (8, 128) if fine else (4, 256)
     starts = [size * run for run in range(2 * each)]
-    starts += [(each + run) * 2 * size << octave for octave in range(8) for run in range(each)]
+    starts += [2048 + 2 * size * run for run in range(each)] + list(range(4096, 1 << 18, 4 * size))
     assert starts == sorted(set(starts)) and starts[2 * each] == 2048
     for extent in (1, 128, 129, 256, 257, 2047, 2048, 2049, 2560, 2561, 4096, 4097, 4353, 32768, 32769, 131072):
         assert ordered.runs_of(extent, fine) == sum(start < extent for start in starts)
@@ -130,20 +131,23 @@ def test_a_rejected_drafts_nan_reaches_no_other_node():
 @ON_CUDA
 @HALVES
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "size", "span", "sinks"),
+    ("heads", "kv_heads", "size", "span", "sinks", "roots"),
     [
-        (32, 8, 128, None, False),
-        (9, 3, 64, None, False),
-        (12, 2, 128, None, True),
-        (16, 16, 64, Span(128), False),
-        (16, 2, 256, Span(512, chunk=True), False),
+        (32, 8, 128, None, False, ROOTS),
+        (9, 3, 64, None, False, ROOTS),
+        (12, 2, 128, None, True, ROOTS),
+        (16, 16, 64, Span(128), False, ROOTS),
+        (16, 2, 256, Span(512, chunk=True), False, ROOTS),
+        (32, 8, 128, None, False, LONG_ROOTS),
+        (28, 4, 128, None, False, LONG_ROOTS),
+        (9, 3, 64, None, False, LONG_ROOTS),
     ],
 )
-def test_a_querys_bits_hang_on_its_text_alone(device, dtype, heads, kv_heads, size, span, sinks):
-    """At roots around borders of groups, runs and octaves: in a tree whose nodes lie in any order, in two chains of
+def test_a_querys_bits_hang_on_its_text_alone(device, dtype, heads, kv_heads, size, span, sinks, roots):
+    """At roots around borders of groups and of runs: in a tree whose nodes lie in any order, in two chains of
     other beginnings, in one launch and in two, beside rows of other lengths."""
     generator = torch.Generator().manual_seed(heads + size)
-    group, slots, scale = heads // kv_heads, max(ROOTS) + 80, size**-0.5
+    group, slots, scale = heads // kv_heads, max(roots) + 80, size**-0.5
     keys, values = (torch.randn(1, kv_heads, slots, size, generator=generator).to(device, dtype) for _ in range(2))
     queries = (2 * torch.randn(1, slots, heads, size, generator=generator)).to(device, dtype)
     extras = {"sinks": torch.randn(heads, generator=generator).to(device, dtype)} if sinks else {}
@@ -155,7 +159,7 @@ def test_a_querys_bits_hang_on_its_text_alone(device, dtype, heads, kv_heads, si
         part = queries[:, first : first + count]
         return ordered.tree_attention(part, keys, values, layout, scale, short=short, **extras)[0]
 
-    for root in ROOTS:
+    for root in roots:
         nodes = int(torch.randint(20, 60, (1,), generator=generator))
         parents = torch.tensor(
             [0, *(int(torch.randint(max(0, node - 12), node, (1,), generator=generator)) for node in range(1, nodes))]

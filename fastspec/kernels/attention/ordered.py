@@ -9,8 +9,8 @@ What is fixed, for a query at position p that sees the keys at positions 0 to p 
 - The weights, rounded to the values' dtype, meet the values in groups of 16 aligned positions, which tensor cores add
   up at once, group after group. A key that is not seen has weight zero, and adds nothing. Weights are added up by a
   product with ones, in the same order.
-- A text is cut into runs (`run_start`): 256 positions each up to 2,048, then four to an octave; where there are few key
-  heads, half as long. Sums over a run are a chain; runs are added in their order.
+- A text is cut into runs (`run_start`): 256 positions each up to 2,048, 512 up to 4,096, then 1,024; where there are
+  few key heads, half as long. Sums over a run are a chain; runs are added in their order.
 
 float16 has no room for small weights, so that there the maximum is raised at multiples of 64 positions alone.
 
@@ -99,7 +99,8 @@ def launches_for(
     if few:
         crowded = not long and pairs * runs_of(reach, fine) > MULTIPROCESSORS
         runs = OrderedLaunch(16, 128, 4, 2 if crowded else 3)
-        chain = OrderedLaunch(16, 64 if crowded else 128, 4, 2)
+        some = pairs * runs_of(reach, fine) <= 2 * MULTIPROCESSORS
+        chain = OrderedLaunch(16, 64 if crowded else 128, 4, 3 if long and some else 2)
     else:
         runs = OrderedLaunch(128, 64, 8, 3) if long else OrderedLaunch(64, 32, 4, 3)
         chain = OrderedLaunch(64, 32, 8, 3)

@@ -88,8 +88,7 @@ def runs_of(extent: int, fine: bool) -> int:
     each, size, last = (8, 8, extent - 1) if fine else (4, 9, extent - 1)
     if last < 2048:
         return (last >> (size - 1)) + 1
-    octave = last.bit_length() - 12
-    return each * (1 + octave) + (last >> (octave + size)) + 1
+    return (each + (last >> size) if last < 4096 else 2 * each + (last >> (size + 1))) + 1
 
 
 @dataclass(frozen=True, slots=True)

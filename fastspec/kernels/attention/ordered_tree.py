@@ -17,8 +17,9 @@ from fastspec.kernels.launch import dependent, wait_for_previous
 
 EACH = 8
 """Runs that are read at once to be added, by four warps."""
-FOLDED = 15_000
-"""Matrix rows of all pairs from which one program takes all runs of a tile's text: there are enough of them."""
+FOLDED, MOST_SUMS = 15_000, 600_000
+"""Matrix rows of all pairs, and sums of them over runs, from which one program takes all runs of a tile's text: there
+are enough of them, or sums would take too much memory."""
 
 
 @triton.jit(do_not_specialize=["nodes", "extent", "runs", "kv_heads"])
@@ -360,7 +361,8 @@ def nodes_attention(
     that does all, of `_tail` alone."""
     q, k, v, out, prefix, sinks = given.q, given.k, given.v, given.out, given.tree.prefix, given.sinks
     nodes, kv_heads, rows, pairs, runs = q.shape[1], k.shape[1], given.rows, given.pairs, given.runs
-    fold = pairs * rows >= FOLDED if fold is None else fold
+    if fold is None:
+        fold = pairs * rows >= FOLDED or pairs * rows * runs >= MOST_SUMS
     plain = given.tree.span is None and sinks is None and given.cap is None
     places = given.scale2, nodes, given.extent, runs, kv_heads, given.strides
     part, state = (out, out) if whole else given.parts(2 if fold else runs)

@@ -33,13 +33,10 @@ _FAR = tl.constexpr(2**30)  # beyond every position
 @triton.jit
 def run_of(position, FINE: tl.constexpr):
     """The run that a position is in; FINE runs are half as long."""
-    EACH: tl.constexpr = 8 if FINE else 4  # runs of an octave
-    SIZE: tl.constexpr = 8 if FINE else 9  # log2 of theirs in the first one, twice that of runs before it
-    octave = 0
-    for power in tl.static_range(12, 31):
-        octave += tl.where(position >= (1 << power), 1, 0)
-    later = EACH * (1 + octave) + (position >> (octave + SIZE))
-    return tl.where(position < 2048, position >> (SIZE - 1), later)
+    EACH: tl.constexpr = 8 if FINE else 4  # runs from 2,048 to 4,096, and from there to 8,192
+    SIZE: tl.constexpr = 8 if FINE else 9  # log2 of theirs; half of it before, twice as long after
+    later = tl.where(position < 4096, EACH + (position >> SIZE), 2 * EACH + (position >> SIZE + 1))
+    return tl.where(position < 2048, position >> SIZE - 1, later)
 
 
 @triton.jit
@@ -47,9 +44,8 @@ def run_start(run, FINE: tl.constexpr):
     """The first position of a run."""
     EACH: tl.constexpr = 8 if FINE else 4
     SIZE: tl.constexpr = 8 if FINE else 9
-    later = tl.maximum(run - 2 * EACH, 0)
-    start = (EACH + later % EACH) << (later // EACH + SIZE)
-    return tl.where(run < 2 * EACH, run << (SIZE - 1), start)
+    later = tl.where(run < 3 * EACH, run - EACH << SIZE, run - 2 * EACH << SIZE + 1)
+    return tl.where(run < 2 * EACH, run << SIZE - 1, later)
 
 
 @triton.jit
