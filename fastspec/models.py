@@ -80,13 +80,7 @@ def load_model(
     memory is too small for them.
     """
     import torch
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoModelForSeq2SeqLM,
-        AutoTokenizer,
-        PreTrainedConfig,
-    )
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedConfig
 
     from fastspec.patches.hf.packed_loading import dequantises, refuse_missing, take_over
 
@@ -309,15 +303,12 @@ def _read_once(packed: bool) -> Iterator[None]:
     if not packed or importlib.util.find_spec("gguf") is None:  # transformers says what is missing
         yield
         return
-    from fastspec.models import fast_reader, faster_unpacking
-
     gguf: Any = importlib.import_module("gguf")
     with _READING:
         kept = gguf.GGUFReader, gguf.get_tensor_name_map
-        reader = (
-            fast_reader(kept[0]) if isinstance(kept[0], type) else kept[0]
-        )  # someone else's function stays as it is
-        gguf.GGUFReader, gguf.get_tensor_name_map = cache(reader), cache(kept[1])
+        reader, table = kept
+        reader = fast_reader(reader) if isinstance(reader, type) else reader  # someone else's function stays as it is
+        gguf.GGUFReader, gguf.get_tensor_name_map = cache(reader), cache(table)
         try:
             with faster_unpacking():
                 yield
@@ -355,11 +346,9 @@ def fast_reader(reader: Any) -> Any:
             if kind[0] == GGUFValueType.STRING:
                 parts, number = [kind, count], np.dtype(np.uint64).newbyteorder(self.byte_order)
                 for _ in range(int(count[0])):
-                    length = self._bytes[at : at + 8]
                     if at + 8 > end:
                         return None
-                    length = length.view(number)
-                    text = at + 8
+                    length, text = self._bytes[at : at + 8].view(number), at + 8
                     at = text + int(length[0])
                     parts += (length, self._bytes[text:at])
                 places = range(3, len(parts), 2)
@@ -371,11 +360,9 @@ def fast_reader(reader: Any) -> Any:
                 at += values.nbytes
                 parts = [kind, count, *values.reshape(-1, 1)]
                 places = range(2, len(parts))
-            return (
-                (at - begin, parts, list(places), [GGUFValueType.ARRAY, GGUFValueType(kind[0])])
-                if places and at <= end
-                else None
-            )
+            if not places or at > end:
+                return None
+            return at - begin, parts, list(places), [GGUFValueType.ARRAY, GGUFValueType(kind[0])]
 
     return FastReader
 

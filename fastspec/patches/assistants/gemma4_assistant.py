@@ -211,11 +211,8 @@ def _load(folder: Path, target: Any) -> Any:
         )
     except (OSError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"mtp={folder} cannot be loaded: {error}") from error
-    wrong = [
-        f"{what} {', '.join(sorted(map(str, names)))}"
-        for what, names in (("lacks", info["missing_keys"]), ("brings unknown", info["unexpected_keys"]))
-        if names
-    ]
+    keys = ("lacks", info["missing_keys"]), ("brings unknown", info["unexpected_keys"])
+    wrong = [f"{what} {', '.join(sorted(map(str, names)))}" for what, names in keys if names]
     if wrong:
         raise CheckpointError(f"mtp={folder}: the assistant {' and '.join(wrong)}")
     return assistant.eval().requires_grad_(False)
@@ -239,11 +236,9 @@ def _misfits(assistant: Any, target: Any) -> list[str]:
     """Sizes in which an assistant and its target disagree."""
     own, theirs = assistant.config.get_text_config(), target.config.get_text_config()
     width, rows = assistant.config.backbone_hidden_size, table_rows(target.get_input_embeddings(), target.config)
-    found = (
-        []
-        if width == theirs.hidden_size
-        else [f"it reads hidden states of {width}, the target's are {theirs.hidden_size}"]
-    )
+    found = []
+    if width != theirs.hidden_size:
+        found.append(f"it reads hidden states of {width}, the target's are {theirs.hidden_size}")
     if own.vocab_size > rows:
         found.append(f"it drafts {own.vocab_size} tokens, and the target has {rows}")
     held = dict(zip(theirs.layer_types, layer_shapes(target.config), strict=True))
@@ -265,8 +260,8 @@ def _misfits(assistant: Any, target: Any) -> list[str]:
 
 def _check_target(model: Any) -> None:
     """Raise Unsupported for a target whose keys and values no assistant can read."""
-    name = type(model).__name__
     refuse_heads("mtp", model)
+    name = type(model).__name__
     if model.config.get_text_config().model_type not in TARGETS:
         raise Unsupported(
             f"mtp= is a Gemma 4 assistant, which reads the keys and values of a Gemma 4 model, and this is a {name}"

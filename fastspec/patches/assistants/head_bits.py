@@ -57,13 +57,10 @@ def in_bits(head: Any, bits: HeadBits | None, name: str, model: Any, backend: st
     """A head as an assistant of this name reads it. Raises Unsupported where it cannot be read in 8 bits, as was asked
     for."""
     if bits is None:
-        wide = (
-            isinstance(head, BoundHead)
-            and head.config.hidden_size >= WIDE
-            and may_round(model, mode_for(model), backend)
-        )
+        if not isinstance(head, BoundHead) or head.config.hidden_size < WIDE:
+            return head
         with suppress(ValueError):  # of a layer that has no 8 bits
-            return rounded(head) if wide else head
+            return rounded(head) if may_round(model, mode_for(model), backend) else head
     if bits != 8:
         return head
     if not isinstance(head, BoundHead):

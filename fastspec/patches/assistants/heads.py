@@ -213,6 +213,7 @@ class HeadReport:
     def rows(self) -> list[tuple[str, str]]:
         """(name, value) pairs to print, in reading order."""
         c = self.config
+        attention = f"{c.num_attention_heads} query heads, {c.num_key_value_heads} key/value heads of {c.head_dim}"
         rows = [
             ("source", self.source),
             ("dialect", self.dialect),
@@ -220,10 +221,7 @@ class HeadReport:
             ("parameters", f"{self.parameters / 1e6:.1f} M"),
             ("hidden size", f"{c.hidden_size} (target {c.target_hidden_size})"),
             ("layers", str(c.num_hidden_layers)),
-            (
-                "attention",
-                f"{c.num_attention_heads} query heads, {c.num_key_value_heads} key/value heads of {c.head_dim}",
-            ),
+            ("attention", attention),
             ("intermediate size", str(c.intermediate_size)),
             ("vocabulary", f"{c.draft_vocab_size} drafted of {c.vocab_size}"),
             ("RoPE", str(c.rope_parameters["rope_type"])),
@@ -232,9 +230,7 @@ class HeadReport:
         rows += [(name, str(flag)) for name, flag in sorted(self.flags.items())]
         rows += [("note", note) for note in self.notes]
         if self.misfits is not None:
-            rows += (
-                [("fits the target", "yes")] if not self.misfits else [("does not fit", text) for text in self.misfits]
-            )
+            rows += [("does not fit", text) for text in self.misfits] or [("fits the target", "yes")]
         return rows
 
 
@@ -243,9 +239,8 @@ def _of_embedding(brought: bool, copied: bool | None) -> str:
         return "no"
     if copied is None:
         return "yes"
-    return (
-        "a copy of the target's" if copied else "differs from the target's, which own_embedding=False takes: probe it"
-    )
+    differs = "differs from the target's, which own_embedding=False takes: probe it"
+    return "a copy of the target's" if copied else differs
 
 
 def inspect_head(
@@ -280,11 +275,9 @@ def inspect_head(
 def copies_embedding(checkpoint: HeadCheckpoint, target: PreTrainedModel) -> bool | None:
     """True where a head's own embedding is the target's; None where the head or the target has none to compare."""
     shared = getattr(target.get_input_embeddings(), "weight", None)
-    return (
-        None
-        if checkpoint.embedding is None or not isinstance(shared, Tensor)
-        else is_copy(checkpoint.embedding, shared)
-    )
+    if checkpoint.embedding is None or not isinstance(shared, Tensor):
+        return None
+    return is_copy(checkpoint.embedding, shared)
 
 
 HEADS = "smollm2-135m-instruct", "smollm2-135m-instruct-eagle"

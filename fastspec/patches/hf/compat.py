@@ -284,15 +284,17 @@ def dtype_of(model: Any) -> torch.dtype:
         if isinstance(base := module._modules.get("base_layer"), nn.Module):
             apart |= {id(each) for each in module.parameters()} - {id(each) for each in base.parameters()}
     counts: Counter[torch.dtype] = Counter()
-    owned = [own_parameters(module).values() for module in every_module(model.get_decoder())]
-    dense = [  # beside codes matrices are scales
-        own for own in owned if all(each.element_size() > 1 and each.is_floating_point() for each in own)
-    ]
-    for each in {id(each): each for own in dense for each in own}.values():
-        if each.dim() > 1 and each.is_floating_point() and id(each) not in apart:
-            counts[each.dtype] += each.numel()
-    own: torch.dtype = model.dtype
-    return counts.most_common(1)[0][0] if counts else own
+    for module in every_module(model.get_decoder()):
+        own = own_parameters(module).values()
+        if all(
+            each.element_size() > 1 and each.is_floating_point() for each in own
+        ):  # beside codes matrices are scales
+            for each in own:
+                if each.dim() > 1 and id(each) not in apart:
+                    apart.add(id(each))
+                    counts[each.dtype] += each.numel()
+    dtype: torch.dtype = model.dtype
+    return counts.most_common(1)[0][0] if counts else dtype
 
 
 def stack_of(base: Any) -> Any:
@@ -302,9 +304,8 @@ def stack_of(base: Any) -> Any:
     Llama 4 gives itself, since its `base_model_prefix` is no attribute of it; delete when it gives its `model`.
     """
     below = getattr(base, "model", None)
-    return (
-        below if below is not None and hasattr(base, "lm_head") and not hasattr(base, base.base_model_prefix) else base
-    )
+    has_head = hasattr(base, "lm_head") and not hasattr(base, base.base_model_prefix)
+    return below if below is not None and has_head else base
 
 
 CAPTURING_FLAG = "_output_capturing_hooks_installed"

@@ -146,11 +146,9 @@ class HFModel(Target):
                 f"the cache of {type(model).__name__} keeps windows of some layers (sliding_window, layer_types), and "
                 "its forward makes one mask for all: set both to None, or leave out assistant="
             )
-        self.shift: Tensor | None = (
-            torch.zeros(rows, dtype=torch.long, device=self.state.lengths.device) if is_wrapped(model) else None
-        )
-        if early is not None:
-            self.shift = early[0].shift
+        self.shift: Tensor | None = None if early is None else early[0].shift
+        if early is None and is_wrapped(model):
+            self.shift = torch.zeros(rows, dtype=torch.long, device=self.state.lengths.device)
         """[B] what is added to the number of a token for its position, where images in front of it took more or fewer
         positions than tokens."""
         self.tables: dict[str | None, Rotary] = {}
@@ -163,9 +161,7 @@ class HFModel(Target):
 
     def _can_capture(self, parts: Adapter) -> bool:
         layers = getattr(decoder_of(self.model), parts.layers)
-        holders = [
-            holder for layer in layers for holder in (getattr(layer, parts.mlp), *((layer,) if parts.experts else ()))
-        ]
+        holders = [getattr(layer, parts.mlp) for layer in layers] + (list(layers) if parts.experts else [])
         waits = any(waits_for_host(parts, holder, self.model, self.ops) for holder in holders)
         return not waits and not any(is_watched(module) or reads_outliers(module) for module in self.model.modules())
 
@@ -248,15 +244,13 @@ class HFModel(Target):
         V], features [B, T, F]."""
         width = tokens.shape[1]
         steps = base[:, None] + torch.arange(width, device=tokens.device)
-        layouts = self._layouts(
-            base, None, width, self.state.slots if extent is None else extent, whole=self.whole_prompts
-        )
+        extent = self.state.slots if extent is None else extent
+        layouts = self._layouts(base, None, width, extent, whole=self.whole_prompts)
         row = torch.arange(tokens.shape[0], device=tokens.device)
         # A padded chunk may reach behind the buffers, those of rings too: the last slot is never committed.
         positions, slots = steps.clamp(max=self._positions() - 1), self._wrapped(steps.clamp(max=self.state.slots - 1))
-        return self._forward(
-            tokens, Nodes(self.tables, self._shifted(positions), slots, layouts, counts=counts), (row, want)
-        )
+        nodes = Nodes(self.tables, self._shifted(positions), slots, layouts, counts=counts)
+        return self._forward(tokens, nodes, (row, want))
 
     def reserve(self, committed: int) -> int:
         committed = self.state.reserve(committed)
@@ -324,9 +318,8 @@ class HFModel(Target):
         """Tokens as the decoder gets to see them."""
         if self.hidden_tokens is None:
             return tokens
-        return torch.where(
-            torch.isin(tokens, self.hidden_tokens), self.model.config.get_text_config().pad_token_id, tokens
-        )
+        pad = self.model.config.get_text_config().pad_token_id
+        return torch.where(torch.isin(tokens, self.hidden_tokens), pad, tokens)
 
     def commit(self, verdict: Verdict, active: Tensor) -> None:
         self.state.commit(self.ops, verdict, active)
@@ -399,9 +392,8 @@ class HFModel(Target):
         for tap, part in zip(taps, parts, strict=True):
             if kept[tap] is not part:
                 part.copy_(kept[tap])
-        return self.vocabulary(hidden if pick is None else hidden[pick]), features if taps else self._features(
-            kept, hidden
-        )
+        logits = self.vocabulary(hidden if pick is None else hidden[pick])
+        return logits, features if taps else self._features(kept, hidden)
 
     def _forward_generic(
         self, tokens: Tensor, nodes: Nodes, pick: tuple[Tensor, Tensor] | None
@@ -429,9 +421,8 @@ class HFModel(Target):
             return_dict=True,
             **{self.taking: cache},
         )
-        states = (
-            {at: each.to(tokens.device) for at, each in enumerate(out.hidden_states)} if self.taps is not None else {}
-        )
+        given = () if self.taps is None else out.hidden_states
+        states = {at: each.to(tokens.device) for at, each in enumerate(given)}
         logits = out.logits.to(tokens.device)  # of a model over several devices they come from the last
         return logits if pick is None else logits[pick], self._features(states, states.get(self.depth, logits))
 

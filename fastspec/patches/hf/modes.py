@@ -147,11 +147,8 @@ def refuse_lost_cache(model: Any) -> None:
     own forward, such as GPT-2's, reads the switch, where transformers' layers also ask for gradients."""
     decoder = model.base_model
     forward = inspect.unwrap(type(decoder).forward)
-    if (
-        model.training
-        and getattr(decoder, "gradient_checkpointing", False)
-        and "gradient_checkpointing" in forward.__code__.co_names
-    ):
+    checkpoints = model.training and getattr(decoder, "gradient_checkpointing", False)
+    if checkpoints and "gradient_checkpointing" in forward.__code__.co_names:
         raise Unsupported(
             f"{type(model).__name__} in train mode leaves its cache out under gradient checkpointing: call "
             "model.eval(), or turn checkpointing off, for the calls of generate"
@@ -167,17 +164,10 @@ def check_decoder(model: Any) -> None:
             f"{name} is an encoder-decoder model of type {kind}; fastspec knows the decoders of {', '.join(SEQ2SEQ)}"
         )
     parts, decoder = SEQ2SEQ[kind], model.get_decoder()
-    missing = [part for part in (*parts.needed, "embed_tokens") if not hasattr(decoder, part)]
-    table = None if parts.relative or missing else decoder.embed_positions
-    if (
-        missing
-        or not hasattr(model, "lm_head")
-        or (
-            table is not None
-            and not parts.counted
-            and "position_ids" not in inspect.signature(table.forward).parameters
-        )
-    ):
+    built = all(hasattr(decoder, part) for part in (*parts.needed, "embed_tokens")) and hasattr(model, "lm_head")
+    if built and not parts.relative and not parts.counted:
+        built = "position_ids" in inspect.signature(decoder.embed_positions.forward).parameters
+    if not built:
         raise Unsupported(
             f"{name} has a decoder that is not built as transformers' {kind}: fastspec cannot place draft nodes in it"
         )
@@ -229,18 +219,14 @@ def _row_of(model: Any) -> Adapter | None:
     adapter = ADAPTERS.get(getattr(model.config.get_text_config(), "model_type", ""))
     if adapter is None or lm_head_of(model, adapter) is None:
         return None
-    return (
-        adapter
-        if all(hasattr(decoder_of(model), name) for name in (adapter.layers, adapter.norm, adapter.embed))
-        else None
-    )
+    decoder, names = decoder_of(model), (adapter.layers, adapter.norm, adapter.embed)
+    return adapter if all(hasattr(decoder, name) for name in names) else None
 
 
 def lm_head_of(model: Any, adapter: Adapter) -> Any:
     """The LM head of a model or of the one inside it, or None where it is elsewhere."""
-    return getattr(
-        model if hasattr(model, adapter.lm_head) else getattr(model, adapter.inside, None), adapter.lm_head, None
-    )
+    owner = model if hasattr(model, adapter.lm_head) else getattr(model, adapter.inside, None)
+    return getattr(owner, adapter.lm_head, None)
 
 
 def _differs_by(model: Any, adapter: Adapter) -> list[str]:

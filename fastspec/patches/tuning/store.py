@@ -102,6 +102,6 @@ def _place(words: list[Any]) -> Place:
 
 
 def _launch(told: dict[str, Any] | None, kinds: Mapping[str, Any]) -> Any:
-    return (
-        None if told is None else kinds[told["kind"]](**{name: value for name, value in told.items() if name != "kind"})
-    )
+    if told is None:
+        return None
+    return kinds[told["kind"]](**{name: value for name, value in told.items() if name != "kind"})

@@ -151,13 +151,9 @@ class Tuning:
         for each in self.places:
             shape = " x ".join(str(word).removeprefix("torch.") for word in each.shape)
             stays = f" stay, {each.best_us:.1f} us are slower in calls" if each.harms else " stay"
-            told = f"{each.before_us:.1f} us" + (
-                f" -> {each.best_us:.1f} us, {each.launch or 'torch'}" if each.kept else stays
-            )
-            lines.append(
-                f"  {each.op} {shape}: {told}, {each.tried} tried"
-                + (f", {len(each.refused)} refused" if each.refused else "")
-            )
+            goes = f" -> {each.best_us:.1f} us, {each.launch or 'torch'}" if each.kept else stays
+            refused = f", {len(each.refused)} refused" if each.refused else ""
+            lines.append(f"  {each.op} {shape}: {each.before_us:.1f} us{goes}, {each.tried} tried{refused}")
         if self.left:
             lines.append(f"  {self.left} places were left when the time was over: more minutes would measure them")
         return "\n".join(lines)
@@ -255,20 +251,15 @@ def tune(
         (key, replace(found, kept=False, harms=True) if key in judged and key not in kept else found)
         for key, found in places
     ]
-    launches = {key: found.launch for key, found in places if found.kept}
-    notes = {
-        key: {"us": round(found.best_us, 2), "before_us": round(found.before_us, 2)}
-        for key, found in places
-        if found.kept
-    }
-    path = keep(device, launches, notes) if launches else None
-    return Tuning(
-        name_of(device),
-        tuple(found for _, found in places),
-        path,
-        time.perf_counter() - began,
-        len(waiting) - len(places),
-    )
+    winners = {key: found for key, found in places if found.kept}
+    path = None
+    if winners:
+        notes = {
+            key: {"us": round(each.best_us, 2), "before_us": round(each.before_us, 2)} for key, each in winners.items()
+        }
+        path = keep(device, {key: each.launch for key, each in winners.items()}, notes)
+    seconds, left = time.perf_counter() - began, len(waiting) - len(places)
+    return Tuning(name_of(device), tuple(found for _, found in places), path, seconds, left)
 
 
 def _in_calls(
