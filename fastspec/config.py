@@ -6,15 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias, get_args
 
-from fastspec.default_trees import (
-    BATCH_TREES,
-    DEFAULT_TREES,
-    MOST_NODES,
-    MOST_STEPS,
-    TREE_STEPS,
-    TreeShape,
-    for_rows,
-)
+from fastspec.default_trees import BATCH_TREES, DEFAULT_TREES, MOST_NODES, MOST_STEPS, TREE_STEPS, TreeShape, for_rows
 from fastspec.errors import Unsupported, accepted, check_whole
 
 AssistantName = Literal["autoregressive", "eagle", "eagle2", "eagle3", "mtp", "nasd", "speculative", "cascade"]

@@ -150,15 +150,7 @@ def patch(
     assistant = None if assistant == "none" else assistant
     if assistant is not None:
         resolve(assistant, resources, model)  # refuses one that no call could have
-    session = PatchSession(
-        backend,
-        resources,
-        exact,
-        stored,
-        bits,
-        has_capturing_hooks(model),
-        default=assistant,
-    )
+    session = PatchSession(backend, resources, exact, stored, bits, has_capturing_hooks(model), default=assistant)
     try:
         session.set(model, STATE, session)
         for name, method in (("generate", generate), ("__getstate__", state_before), ("__deepcopy__", deep_copy)):

@@ -286,7 +286,7 @@ PACKAGE, DISTRIBUTION = "fastspec_smollm2_heads", "fastspec-smollm2-heads"
 INSTALL = f"pip install ./packages/{DISTRIBUTION}"
 LEFT = {
     "smollm2-135m-instruct-wide": "the tag `laboratory` of fastspec's repository keeps it: check out "
-    "fastspec/heads/smollm2-135m-instruct-wide of it and give that path",
+    "fastspec/heads/smollm2-135m-instruct-wide of it and give that path"
 }
 """Head that was removed -> how to get it."""
 

@@ -67,10 +67,13 @@ METHODS = {
 }
 """What `generate` prepares a call by. One of someone else's, or of a family's own, may look at the prompt: nothing is
 kept there."""
-MADE_OF = {
-    kind: (vars(kind).get("__init__"), vars(kind).get("__call__"))
-    for kind in (*FILTERS.values(), MaxLengthCriteria, EosTokenCriteria)
-}
+
+
+def _works_by(kind: Any) -> tuple[Any, Any]:
+    return vars(kind).get("__init__"), vars(kind).get("__call__")
+
+
+MADE_OF = {kind: _works_by(kind) for kind in (*FILTERS.values(), MaxLengthCriteria, EosTokenCriteria)}
 """The processors and criteria that are made of settings, which `generate` finds by their names, and how they work."""
 
 REFUSED_PROCESSORS: dict[str, tuple[Any, str]] = {
@@ -103,16 +106,12 @@ class SettingsCache:
     def find(self, model: Any, original: Any, given: dict[str, Any]) -> PreparedSettings | None:
         """Settings of a call as they were read, whose prompt is one row of tokens on the CPU, none of them
         padding; or None."""
+        ids: Any
+        mask: Any
         ids, mask = given.get("input_ids"), given.get("attention_mask")
-        if (
-            not isinstance(ids, Tensor)
-            or ids.device.type != "cpu"
-            or ids.dtype != torch.long
-            or ids.dim() != 2
-            or len(ids) != 1
-        ):
+        if not all(isinstance(each, Tensor) and each.device.type == "cpu" for each in (ids, mask)):
             return None
-        if not isinstance(mask, Tensor) or mask.device.type != "cpu" or mask.shape != ids.shape or not bool(mask.all()):
+        if ids.dtype != torch.long or ids.dim() != 2 or len(ids) != 1 or mask.shape != ids.shape or not mask.all():
             return None
         asked = settings_of(model, original, given)
         for each in tuple(self.known):
@@ -130,22 +129,16 @@ def settings_of(model: Any, original: Any, given: dict[str, Any]) -> str | None:
     """Key of a call's settings, as text, the length of the answer left out; None for a call whose settings are
     not kept."""
     config: Any = given.get("generation_config")
-    if (
-        type(config) is not GenerationConfig
-        or type(model.generation_config) is not GenerationConfig
-        or not given.keys() <= GIVEN
-    ):
+    configs = config, model.generation_config
+    if any(type(each) is not GenerationConfig for each in configs) or not given.keys() <= GIVEN:
         return None
     processors = given.get("logits_processor") or ()
     if not isinstance(processors, (list, tuple)) or [type(each) for each in processors] not in ([], [Grammar]):
         return None
     if type(config.max_new_tokens) is not int or config.max_new_tokens < 1 or not _is_transformers_own(model, original):
         return None
-    asked = (
-        {name: value for name, value in vars(config).items() if name != "max_new_tokens"},
-        vars(model.generation_config),
-        len(processors),
-    )
+    settings = {name: value for name, value in vars(config).items() if name != "max_new_tokens"}
+    asked = settings, vars(model.generation_config), len(processors)
     return repr(asked) if _is_text(asked) else None
 
 
@@ -155,11 +148,7 @@ def _is_transformers_own(model: Any, original: Any) -> bool:
     return (
         getattr(original, "__func__", None) is GenerationMixin.generate
         and all(getattr(kind, name, None) is value and name not in own for name, value in METHODS.items())
-        and all(
-            getattr(plain, made.__name__, None) is made
-            and (vars(made).get("__init__"), vars(made).get("__call__")) == how
-            for made, how in MADE_OF.items()
-        )
+        and all(getattr(plain, kind.__name__, None) is kind and _works_by(kind) == how for kind, how in MADE_OF.items())
     )
 
 
@@ -339,15 +328,7 @@ def _made(
     history = None if read.process_at is None else ids[0]
     constraint = None if read.grammar is None else read.grammar.state(0)
     rule = Rule(sample, _seed(sample, seed), read.settings, read.process, read.process_at, history, constraint)
-    return PreparedPrompt(
-        ids,
-        compact(ids, keep)[0],
-        ending.limit,
-        ending.ends,
-        rule,
-        streamer,
-        ending,
-    )
+    return PreparedPrompt(ids, compact(ids, keep)[0], ending.limit, ending.ends, rule, streamer, ending)
 
 
 def _refuse_processors(model: Any, given: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 from fastspec.generation.engine.call import Outcome
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.call.plan import Plan
+from fastspec.patches.call.processors import process_rows
 from fastspec.patches.hf.cache import CACHE, export_span, fill_cache, import_past, note_padding
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.seq2seq import Seq2SeqModel
@@ -93,11 +94,11 @@ def _add_padding(plan: Plan, outcome: Outcome, target: HFModel, longest: int) ->
     for step in range(longest) if plan.config.output_scores else ():
         here = [row for row in rows if len(outcome.tokens[row]) <= step]
         if here:
-            texts = torch.stack(
-                [torch.cat((ids[row], ids.new_tensor((outcome.tokens[row] + padding)[:step]))) for row in here]
-            )
+            answers = ids.new_tensor([(outcome.tokens[row] + padding)[:step] for row in here])
+            texts = torch.cat((ids[here], answers), 1)
             raw = torch.stack([logits[row][step - len(outcome.tokens[row])] for row in here])
-            for row, scores in zip(here, plan.processing.process_rows(here, texts, raw), strict=True):
+            scored = process_rows(plan.processing.processors, here, texts, raw)
+            for row, scores in zip(here, scored, strict=True):
                 outcome.scores[row].append(scores)
 
 

@@ -34,20 +34,17 @@ UNLIMITED = 2**62
 """Tokens of an answer that may be of any length."""
 # Processors that map every row of scores on its own and never look at the tokens so far: safe to run on all nodes at
 # once.
-BLIND = tuple(
-    getattr(lp, name)
-    for name in (
-        "TemperatureLogitsWarper",
-        "TopKLogitsWarper",
-        "TopPLogitsWarper",
-        "MinPLogitsWarper",
-        "TypicalLogitsWarper",
-        "EpsilonLogitsWarper",
-        "EtaLogitsWarper",
-        "LogitNormalization",
-        "InfNanRemoveLogitsProcessor",
-        "SuppressTokensLogitsProcessor",
-    )
+BLIND = (
+    lp.TemperatureLogitsWarper,
+    lp.TopKLogitsWarper,
+    lp.TopPLogitsWarper,
+    lp.MinPLogitsWarper,
+    lp.TypicalLogitsWarper,
+    lp.EpsilonLogitsWarper,
+    lp.EtaLogitsWarper,
+    lp.LogitNormalization,
+    lp.InfNanRemoveLogitsProcessor,
+    lp.SuppressTokensLogitsProcessor,
 )
 
 
@@ -73,21 +70,16 @@ class TokenPenalties(lp.LogitsProcessor):
 ROWWISE = (
     *BLIND,
     TokenPenalties,
-    *(
-        getattr(lp, name)
-        for name in (
-            "RepetitionPenaltyLogitsProcessor",
-            "NoRepeatNGramLogitsProcessor",
-            "NoBadWordsLogitsProcessor",
-            "SequenceBiasLogitsProcessor",
-            "MinLengthLogitsProcessor",
-            "MinNewTokensLengthLogitsProcessor",
-            "ForcedBOSTokenLogitsProcessor",
-            "ForcedEOSTokenLogitsProcessor",
-            "SuppressTokensAtBeginLogitsProcessor",
-            "ExponentialDecayLengthPenalty",
-        )
-    ),
+    lp.RepetitionPenaltyLogitsProcessor,
+    lp.NoRepeatNGramLogitsProcessor,
+    lp.NoBadWordsLogitsProcessor,
+    lp.SequenceBiasLogitsProcessor,
+    lp.MinLengthLogitsProcessor,
+    lp.MinNewTokensLengthLogitsProcessor,
+    lp.ForcedBOSTokenLogitsProcessor,
+    lp.ForcedEOSTokenLogitsProcessor,
+    lp.SuppressTokensAtBeginLogitsProcessor,
+    lp.ExponentialDecayLengthPenalty,
     Grammar,
     GrammarOfCall,
 )
@@ -161,9 +153,8 @@ def are_known(processors: Iterable[Any], criteria: Iterable[Any]) -> bool:
 
 def unknown_types(processors: Iterable[Any], criteria: Iterable[Any] = ()) -> str:
     """The types that `are_known` does not know, for a message."""
-    kinds = [type(p) for p in processors if type(p) not in ROWWISE] + [
-        type(c) for c in criteria if type(c) not in CRITERIA
-    ]
+    kinds = [type(p) for p in processors if type(p) not in ROWWISE]
+    kinds += [type(c) for c in criteria if type(c) not in CRITERIA]
     return ", ".join(dict.fromkeys(kind.__name__ for kind in kinds))
 
 
@@ -242,19 +233,15 @@ class Processing:
         """Kinds and settings of processors that captured rounds apply; None where these apply none."""
         if self.process is None:
             return None
-        return tuple(
-            (type(p), tuple((name, plain_value(value)) for name, value in sorted(vars(p).items())))
-            for p in self.after_grammar
-        )
+        settings = [
+            tuple((name, plain_value(value)) for name, value in sorted(vars(p).items())) for p in self.after_grammar
+        ]
+        return tuple(zip(map(type, self.after_grammar), settings, strict=True))
 
     def in_lockstep(self, *, mixes: bool) -> Processing:
         """The same in lockstep, where plain decoding's steps apply them: drafts are not drawn, since they would take
         random numbers that plain decoding does not; a mixture of two distributions still processes both."""
         return replace(self, process=self.process if mixes else None, process_at=None)
-
-    def process_rows(self, rows: list[int], texts: Tensor, scores: Tensor) -> Tensor:
-        """Scores [R, V] of these rows of the batch as the processors leave them; texts [R, T] are the rows' tokens."""
-        return process_rows(self.processors, rows, texts, scores)
 
 
 def read_processors(
@@ -320,12 +307,12 @@ class Streaming:
             return
         self.emitted[row] += tokens
         self.done[row] = done
-        while any(len(s) > self.shown for s in self.emitted) and all(
-            len(s) > self.shown or d for s, d in zip(self.emitted, self.done, strict=True)
-        ):
-            self.streamer.put(
-                torch.tensor([s[self.shown] if len(s) > self.shown else self.pad for s in self.emitted], device="cpu")
-            )
+        while True:
+            there = [len(each) > self.shown for each in self.emitted]
+            if not any(there) or not all(has or over for has, over in zip(there, self.done, strict=True)):
+                return
+            column = [each[self.shown] if has else self.pad for each, has in zip(self.emitted, there, strict=True)]
+            self.streamer.put(torch.tensor(column, device="cpu"))
             self.shown += 1
 
     def end(self) -> None:
@@ -412,9 +399,8 @@ class PlainSteps:
         self.over = not any(going)
         if self.pads:
             here = self.ids.shape[1] - self.width
-            self.lengths = [
-                here if length is None and not on else length for length, on in zip(self.lengths, going, strict=True)
-            ]
+            ended = zip(self.lengths, going, strict=True)
+            self.lengths = [here if length is None and not on else length for length, on in ended]
         return chosen
 
     def _drawn(self, probs: Tensor) -> Tensor:

@@ -368,11 +368,7 @@ def stage_models(config: Cascade, large: Any, patching: Patching) -> list[StageM
 
 
 def measure_rates(
-    stages: Sequence[StageModel],
-    prompts: Sequence[Sequence[int]],
-    new: int = TRIAL,
-    *,
-    ranks: Ranks | None = None,
+    stages: Sequence[StageModel], prompts: Sequence[Sequence[int]], new: int = TRIAL, *, ranks: Ranks | None = None
 ) -> Rates:
     """Every stage's milliseconds per generated token, per verified token and per start, on this machine: means over the
     large model's `prompts`, `new` tokens after each, of the better of two runs after a first one. All of the processes

@@ -170,13 +170,8 @@ class Identities:
         self.filled = [held for held in self.dicts if held]
         self.sizes, self.held = list(map(len, self.filled)), self._held()
         self.own = [(own, name, own[name]) for own in self.owns for name in OWN_PARTS if name in own]
-        self.parameters = [
-            held
-            for own in self.owns
-            for each in own["_parameters"].values()
-            if each is not None
-            for held in held_tensors(each)
-        ]
+        weights = (each for module in self.modules for each in own_parameters(module).values())
+        self.parameters = [held for each in weights for held in held_tensors(each)]
         self.places = list(map(Tensor.data_ptr, self.parameters))
         self.each = list(dict(zip(self.kinds, self.modules, strict=True)).values())
         self.switched = any(PEFT_SWITCHES[0] in own for own in self.owns)
@@ -264,11 +259,8 @@ class Snapshot:
         # no autocast of the thread that asks; the batch's own has none
         with torch.autocast(device_of(self.model).type, enabled=False):
             try:
-                return (
-                    mode_for(self.model),
-                    weight_places(self.model),
-                    ModuleSettings(self.model, every_module(self.model)).values,
-                )
+                settings = ModuleSettings(self.model, every_module(self.model)).values
+                return mode_for(self.model), weight_places(self.model), settings
             except RuntimeError as error:
                 if "during iteration" not in str(error):  # of a dictionary of modules or hooks
                     raise

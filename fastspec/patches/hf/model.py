@@ -38,6 +38,12 @@ def plain_layouts(nodes: Nodes) -> Mapping[LayoutKey, AttentionLayout]:
     return cast(Mapping[LayoutKey, AttentionLayout], nodes.layouts)
 
 
+def mask_of(layout: AttentionLayout, dtype: torch.dtype) -> Tensor:
+    """The mask of a layout as a model's own forward adds it to scores: 0, or the lowest number of the dtype."""
+    hidden = ~layout.visible
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, torch.finfo(dtype).min)
+
+
 def _check_depth(model: Any, depth: int) -> None:
     """Raise Unsupported for a decoder of transformers' own with fewer layers than its configuration says, since states
     would be kept, and handed back, of layers that never run; and for one whose layers are numbered otherwise, as after
@@ -399,13 +405,7 @@ class HFModel(Target):
         self, tokens: Tensor, nodes: Nodes, pick: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
         layouts, dtype = plain_layouts(nodes), dtype_of(self.model)
-        hidden_low = torch.finfo(dtype).min
-        masks: dict[LayoutKey | None, Tensor] = {
-            key: torch.zeros(layout.visible.shape, dtype=dtype, device=tokens.device).masked_fill_(
-                ~layout.visible, hidden_low
-            )
-            for key, layout in layouts.items()
-        }
+        masks: dict[LayoutKey | None, Tensor] = {key: mask_of(layout, dtype) for key, layout in layouts.items()}
         extent = max(layout.extent for layout in layouts.values())
         # Models with layers of several kinds take a mask for each; the others take one.
         types, keys = getattr(self.model.config.get_text_config(), "layer_types", None) or (), self.layout_keys

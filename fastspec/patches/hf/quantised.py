@@ -90,7 +90,7 @@ def _torchao(module: Any) -> Read:
         return f"codes are {codes.dtype} of {codes.dim()} dimensions, not int8 or e4m3 of two"
     if getattr(weight, "act_pre_scale", None) is not None:
         return "activations are scaled before they are multiplied (act_pre_scale)"
-    block = tuple(weight.block_size or shape)
+    block: tuple[int, int] = tuple(weight.block_size or shape)
     grid = -(-shape[0] // block[0]), -(-shape[1] // block[1])
     if weight.scale.numel() != grid[0] * grid[1]:
         return f"{weight.scale.numel()} scales are not one for each block of {block[0]} x {block[1]}"
@@ -101,18 +101,9 @@ def _torchao(module: Any) -> Read:
     zeros = None if zeros is None else zeros.detach().reshape(grid)
     if zeros is not None and block[0] != 1:
         return "lines share zero points"
-    return whole(
-        StoredWeight(
-            octets(codes),
-            PLAIN_CODES[codes.dtype],
-            weight.scale.detach().reshape(grid),
-            (block[0], block[1]),
-            shape[1],
-            weight.dtype,
-            zeros=zeros,
-            on_sums=sums and block[0] in (1, shape[0]),
-        )
-    )
+    kind, scales, on_sums = PLAIN_CODES[codes.dtype], weight.scale.detach().reshape(grid), block[0] in (1, shape[0])
+    made = octets(codes), kind, scales, block, shape[1], weight.dtype
+    return whole(StoredWeight(*made, zeros=zeros, on_sums=sums and on_sums))
 
 
 def _compressed(module: Any) -> Read:
@@ -133,23 +124,14 @@ def _compressed(module: Any) -> Read:
     )
     if len(block) != 2:
         return f"scales of strategy {strategy!r} are not read"
-    grid = -(-count // block[0]), -(-depth // block[1])
-    zeros = None if args.symmetric else zeros
+    grid, scales = (-(-count // block[0]), -(-depth // block[1])), scales.detach()
+    scales = scales.reshape(grid) if scales.numel() == grid[0] * grid[1] else scales
+    zeros = None if args.symmetric or zeros is None else zeros.detach()
     if zeros is not None and block[0] != 1:
         return "lines share zero points"
     groups = getattr(module, "weight_g_idx", None)
-    return whole(
-        StoredWeight(
-            octets(codes),
-            kind,
-            scales.detach().reshape(grid) if scales.numel() == grid[0] * grid[1] else scales.detach(),
-            (block[0], block[1]),
-            depth,
-            scales.dtype,
-            zeros=None if zeros is None else zeros.detach(),
-            groups=None if groups is None else groups.detach().int(),
-        )
-    )
+    groups = None if groups is None else groups.detach().int()
+    return whole(StoredWeight(octets(codes), kind, scales, block, depth, scales.dtype, zeros=zeros, groups=groups))
 
 
 def _float8(module: Any) -> Read:
@@ -179,18 +161,10 @@ def _bitsandbytes(module: Any) -> Read:
     kind = TABLE_CODES.get(state.quant_type)
     if kind is None:
         return f"its table {state.quant_type!r} is not read: those of {', '.join(TABLE_CODES)} are"
+    codes, scales = octets(weight).view(count, depth // 2), state.absmax.view(count, -1)
     inner = state.state2 if state.nested else None
-    return whole(
-        StoredWeight(
-            octets(weight).view(count, depth // 2),
-            kind,
-            state.absmax.view(count, -1),
-            (1, state.blocksize),
-            depth,
-            state.dtype,
-            nested=None if inner is None else Nested(inner.code, inner.absmax, state.offset, inner.blocksize),
-        )
-    )
+    nested = None if inner is None else Nested(inner.code, inner.absmax, state.offset, inner.blocksize)
+    return whole(StoredWeight(codes, kind, scales, (1, state.blocksize), depth, state.dtype, nested=nested))
 
 
 _scales8: Any = WeakIdKeyDictionary()

@@ -23,7 +23,7 @@ from fastspec.patches.hf.cache import CACHE, SlotCache, cache_argument, fill_cac
 from fastspec.patches.hf.compat import device_of
 from fastspec.patches.hf.config_fields import table_rows
 from fastspec.patches.hf.families import SEQ2SEQ
-from fastspec.patches.hf.model import HFModel, plain_layouts
+from fastspec.patches.hf.model import HFModel, mask_of, plain_layouts
 from fastspec.patches.hf.modes import check_decoder
 
 
@@ -43,15 +43,10 @@ def read_source(model: Any, given: dict[str, Any], prepared: dict[str, Any], row
     device = device_of(model)
     ids = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs")
     if ids is not None:
-        ids = (
-            ids.to(device).repeat_interleave(rows // max(1, ids.shape[0]), 0)
-            if ids.dim() == 2 and not ids.is_floating_point()
-            else None
-        )
-    mask = prepared.get("attention_mask")
-    encoder, decoder = (
-        table_rows(part.get_input_embeddings(), part.config) for part in (model.get_encoder(), model.get_decoder())
-    )
+        tokens = ids.dim() == 2 and not ids.is_floating_point()
+        ids = ids.to(device).repeat_interleave(rows // max(1, ids.shape[0]), 0) if tokens else None
+    mask, parts = prepared.get("attention_mask"), (model.get_encoder(), model.get_decoder())
+    encoder, decoder = (table_rows(part.get_input_embeddings(), part.config) for part in parts)
     shared = getattr(model.config, "share_encoder_decoder_embeddings", True) and encoder == decoder
     return Source(prepared["encoder_outputs"][0], None if mask is None else mask.to(device), ids, shared)
 
@@ -117,17 +112,9 @@ class Seq2SeqModel(HFModel):
         self, tokens: Tensor, nodes: Nodes, pick: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
         hidden, layout = self._embed(tokens, nodes.positions), plain_layouts(nodes)[FULL_LAYOUT]
-        states = self.source.states
-        low = torch.finfo(hidden.dtype).min
-        mask = torch.zeros(layout.visible.shape, dtype=hidden.dtype, device=tokens.device).masked_fill_(
-            ~layout.visible, low
-        )
-        cross = create_bidirectional_mask(
-            config=self.decoder.config,
-            inputs_embeds=hidden,
-            attention_mask=self.source.mask,
-            encoder_hidden_states=states,
-        )
+        states, mask = self.source.states, mask_of(layout, hidden.dtype)
+        about = {"inputs_embeds": hidden, "attention_mask": self.source.mask, "encoder_hidden_states": states}
+        cross = create_bidirectional_mask(config=self.decoder.config, **about)
         cache = EncoderDecoderCache(DecoderCache(self.state, self.ops, nodes.slots, layout.extent), self.cross)
         if self.parts.relative:
             bias, across = self._bias(nodes.positions, nodes.slots[None], layout.extent), None
@@ -152,9 +139,8 @@ class Seq2SeqModel(HFModel):
             hidden = hidden * getattr(decoder, parts.scale)
         if parts.counted:
             table = decoder.embed_positions
-            places = table.weights[torch.where(tokens == table.padding_idx, 0, positions + 1) + table.padding_idx].to(
-                hidden.dtype
-            )
+            rows = torch.where(tokens == table.padding_idx, 0, positions + 1) + table.padding_idx
+            places = table.weights[rows].to(hidden.dtype)
         else:
             places = decoder.embed_positions(tokens, 0, position_ids=positions.flatten()).view(hidden.shape)
         if not parts.embed_norm:
@@ -168,11 +154,8 @@ class Seq2SeqModel(HFModel):
         attention = self.decoder.block[0].layer[0].SelfAttention
         bias = attention.compute_bias(1, extent, device=positions.device, past_seen_tokens=extent - 1)
         table = bias[0, :, 0].flip(-1)  # by distance
-        keys = (
-            torch.arange(extent, device=positions.device)
-            .expand(len(slots), -1)
-            .scatter(1, slots.clamp(max=extent - 1), positions)
-        )
+        places = torch.arange(extent, device=positions.device).expand(len(slots), -1)
+        keys = places.scatter(1, slots.clamp(max=extent - 1), positions)
         distance = (positions[:, :, None] - keys[:, None]).clamp(0, extent - 1)  # what is ahead of a node is masked
         return table[:, distance].transpose(0, 1)
 

@@ -129,24 +129,10 @@ def check_states(model: Any, taps: tuple[int, ...]) -> None:
 def _key(model: Any) -> Any:
     config = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
     modules = every_module(model)  # one that stands in two places is counted once
-    parts = (
-        frozenset((type(module), getattr(module.__dict__.get("forward"), "__qualname__", None)) for module in modules),
-        len(modules),
-    )
-    attention = attention_name(model.config)
-    versions = torch.__version__, transformers.__version__
+    forwards = frozenset((type(each), getattr(vars(each).get("forward"), "__qualname__", None)) for each in modules)
     replaced = frozenset((*attention_functions(model), *replaced_functions(model, modules)))
-    return (
-        type(model),
-        hash(config),
-        parts,
-        replaced,
-        attention,
-        _computed(model),
-        device_of(model).type,
-        has_global_hooks(),
-        versions,
-    )
+    about = type(model), hash(config), forwards, len(modules), replaced, attention_name(model.config), _computed(model)
+    return (*about, device_of(model).type, has_global_hooks(), torch.__version__, transformers.__version__)
 
 
 def _computed(model: Any) -> torch.dtype:
@@ -197,9 +183,8 @@ def _after_texts(model: Any, reads_source: bool, adapter: Adapter | None, draw: 
     got, want = _after_prompts(model, adapter, draw)
     if names := _span_settings(model):
         with _short_spans(model, names):
-            got, want = (
-                torch.cat(both) for both in zip((got, want), _after_prompts(model, adapter, draw), strict=True)
-            )
+            more = _after_prompts(model, adapter, draw)
+        got, want = torch.cat((got, more[0])), torch.cat((want, more[1]))
     return got, want
 
 
@@ -216,11 +201,8 @@ def _bound(dtype: torch.dtype) -> float:
 def _span_settings(model: Any) -> list[str]:
     """The settings that may say how far back layers of a model see; the model tells whether it reads them."""
     config = model.config.get_text_config()
-    return [
-        name
-        for name in LAYER_KINDS.values()
-        if isinstance(getattr(config, name, None), int) and getattr(config, name) > 0
-    ]
+    held = {name: getattr(config, name, None) for name in LAYER_KINDS.values()}
+    return [name for name, size in held.items() if isinstance(size, int) and size > 0]
 
 
 @contextmanager
@@ -258,9 +240,8 @@ def _after_prompts(model: Any, adapter: Adapter | None, draw: int) -> tuple[Tens
     want, tokens = _own(model, texts)
     # each row's last text ends in the second tree's last leaf; it is read on as a chain
     ends = [-1 - len(LEAVES[1]), -1]
-    chain = torch.stack(
-        [torch.cat((tokens.new_tensor(texts[end][len(prefixes[row]) :]), tokens[end])) for row, end in enumerate(ends)]
-    )
+    behind = [texts[end][len(prefixes[row]) :] for row, end in enumerate(ends)]
+    chain = torch.cat((tokens.new_tensor(behind), tokens[ends]), 1)
     logits, _ = target.score(TokenTree.chain(chain), max(map(len, prefixes)))
     after = torch.cat([want[end, 1:] for end in ends])
     return torch.cat((got, *logits[:, -MORE:])), torch.cat((want[:, 0], after))
