@@ -30,11 +30,8 @@ def parse_json(text: str) -> Any:
         raise _too_deep() from error
     level = [found]
     for _ in range(DEEPEST + 1):
-        level = [each for each in level if isinstance(each, (list, dict))]
-        deepest, level = (
-            level,
-            [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)],
-        )
+        deepest = [each for each in level if isinstance(each, (list, dict))]
+        level = [inner for each in deepest for inner in (each.values() if isinstance(each, dict) else each)]
     if deepest:
         raise _too_deep()
     return found
@@ -148,8 +145,7 @@ def write(path: Path, value: dict[str, Any]) -> bool:
             _told.add(path.parent)
             warnings.warn(
                 f"fastspec cannot keep what it measured in {path.parent} ({error}), and will do it again next time: "
-                "name a folder that can "
-                f"be written to in the environment's {SETTING}",
+                f"name a folder that can be written to in the environment's {SETTING}",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -182,9 +182,8 @@ def _why_larger(config: Any, kind: Any, device: str, dtype: torch.dtype, dense: 
     if count * dtype.itemsize <= room:
         return None
     return (
-        f"it has {count:,} parameters, {count * dtype.itemsize / 1e9:.3g} GB in "
-        f"{str(dtype).removeprefix('torch.')}, and {device} has {room / 1e9:.3g} GB of memory: take a smaller "
-        "model, or a dtype of fewer bytes"
+        f"it has {count:,} parameters, {count * dtype.itemsize / 1e9:.3g} GB in {str(dtype).removeprefix('torch.')}, "
+        f"and {device} has {room / 1e9:.3g} GB of memory: take a smaller model, or a dtype of fewer bytes"
     )
 
 

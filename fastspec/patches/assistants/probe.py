@@ -57,15 +57,9 @@ class ProbeRow:
 
     def overrides(self) -> dict[str, Any]:
         """Keyword arguments that make `load_head` read the checkpoint this way."""
-        found: dict[str, Any] = {"rope_theta": self.rope_theta, "rope_interleaved": self.rope_interleaved}
-        if self.taps:
-            found |= {
-                "taps": self.taps,
-                "norm_before_residual": self.norm_before_residual,
-                "norm_output": self.norm_output,
-            }
-        found["own_embedding"] = self.own_embedding
-        return {name: value for name, value in found.items() if value is not None}
+        names = ["rope_theta", "rope_interleaved", "own_embedding"]
+        names += ["taps", "norm_before_residual", "norm_output"] if self.taps else []
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 @torch.no_grad()
@@ -139,10 +133,9 @@ def states_of(target: PreTrainedModel, ids: Tensor) -> tuple[tuple[Tensor | None
 def _moved(checkpoint: HeadCheckpoint, target: PreTrainedModel) -> HeadCheckpoint:
     """The checkpoint with its weights where the target is, so that all readings share one copy."""
     check_range(checkpoint.state, target.dtype, checkpoint.where)
-    state = {
-        k: v.to(device_of(target), target.dtype if v.is_floating_point() else v.dtype)
-        for k, v in checkpoint.state.items()
-    }
+    state, device = {}, device_of(target)
+    for name, each in checkpoint.state.items():
+        state[name] = each.to(device, target.dtype if each.is_floating_point() else each.dtype)
     return replace(checkpoint, state=state)
 
 
@@ -190,10 +183,8 @@ def _draft(bound_head: BoundHead, ids: Tensor, states: tuple[Tensor | None, ...]
     head = cast(EagleHead, bound_head.as_module())
     config = head.config
     last = len(states) - 2
-    read = [
-        states[-1] if tap == last and config.last_tap_before_norm else states[tap] for tap in config.taps or (last,)
-    ]
-    features = torch.cat([cast(Tensor, each) for each in read], -1)[:, :-1].to(head.fc.weight.device)
+    read = [last + 1 if tap == last and config.last_tap_before_norm else tap for tap in config.taps or (last,)]
+    features = torch.cat([cast(Tensor, states[tap]) for tap in read], -1)[:, :-1].to(head.fc.weight.device)
     positions = torch.arange(ids.shape[1] - 1, device=features.device)[None]
     true: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -220,7 +211,5 @@ def _one_step_on(q: Tensor, k: Tensor, v: Tensor, k_true: Tensor, v_true: Tensor
     count = q.shape[1]
     seen = torch.ones(count, count, dtype=torch.bool, device=q.device)
     mask = torch.cat((seen.tril(), torch.eye(count, dtype=torch.bool, device=q.device)), 1)
-    keys, values = (torch.cat(pair, 1).transpose(1, 2) for pair in ((k_true, k), (v_true, v)))
-    return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=mask, enable_gqa=True).transpose(
-        1, 2
-    )
+    q, k, v = (x.transpose(1, 2) for x in (q, torch.cat((k_true, k), 1), torch.cat((v_true, v), 1)))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)

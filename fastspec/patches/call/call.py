@@ -76,17 +76,8 @@ def _agree(plan: Plan, ranks: Ranks) -> None:
     # what is whole in every process must round alike
     kernels = plan.ops.name, plan.ops.drafts_in
     tuned = sorted(map(repr, installed(name_of(plan.device)).items()))
-    ranks.check_arguments(
-        plan.text.ids,
-        plan.text.keep,
-        re.sub("0x[0-9a-f]+", "", repr(plan.decoding)),
-        kinds,
-        asked,
-        settings,
-        plan.session.profile is None,
-        kernels,
-        tuned,
-    )
+    decoding, profiled = re.sub("0x[0-9a-f]+", "", repr(plan.decoding)), plan.session.profile is None
+    ranks.check_arguments(plan.text.ids, plan.text.keep, decoding, kinds, asked, settings, profiled, kernels, tuned)
     if plan.processing.sample:
         ranks.share_random_numbers()
 

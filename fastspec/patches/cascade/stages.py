@@ -317,9 +317,9 @@ def hand_over(
     answer: Sequence[int], giver: StageModel, taker: StageModel, ends: Sequence[int], end: int | None
 ) -> list[int]:
     """A stage's answer in another's tokens; an end token of the giver, one of `ends`, becomes the taker's, `end`."""
-    if giver.foreign == taker.foreign and (
-        not giver.foreign or token_table(giver.tokenizer) == token_table(taker.tokenizer)
-    ):
+    both = giver.foreign and taker.foreign
+    alike = token_table(giver.tokenizer) == token_table(taker.tokenizer) if both else giver.foreign == taker.foreign
+    if alike:
         return list(answer)
     over = bool(answer) and answer[-1] in ends
     text = decoded(giver.tokenizer or giver.large_tokenizer, answer[:-1] if over else answer)
@@ -392,25 +392,17 @@ def _rates_after(stage: StageModel, prompt: Sequence[int], new: int, judged: boo
         tokens = tokens[-max(bound - new, 1) :]
     ids = torch.tensor([tokens], device=device_of(stage.model))
     text = [_trial(stage, ids, new, None, judged)[1][:-1]]
-    runs = [
-        [_trial(stage, ids, count, given, judged)[0] for count, given in ((1, None), (new, None), (new, text))]
-        for _ in range(3)
-    ][1:]
-    start, whole, verified = (min(column) for column in zip(*runs, strict=True))
+    calls = (1, None), (new, None), (new, text)
+    runs = [[_trial(stage, ids, count, given, judged)[0] for count, given in calls] for _ in range(3)]
+    start, whole, verified = (min(column) for column in zip(*runs[1:], strict=True))
     return max(whole - start, 1e-3) / (new - 1), max(verified - start, 0.0) / (new - 1), start
 
 
 def _trial(stage: StageModel, ids: Tensor, new: int, texts: Any, judged: bool) -> tuple[float, list[int]]:
     """Milliseconds of one greedy call of `new` tokens, with texts to verify, and its answer."""
     heard: list[Outcome] = []
+    assistant = Continued(stage.stage.assistant, texts, heard.append, measure=judged)
+    options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     began = time.perf_counter()
-    stage.model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=new,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-        assistant=Continued(stage.stage.assistant, texts, heard.append, measure=judged),
-    )
+    stage.model.generate(ids, attention_mask=torch.ones_like(ids), assistant=assistant, **options)
     return 1000 * (time.perf_counter() - began), heard[0].tokens[0]

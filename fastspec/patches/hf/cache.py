@@ -167,23 +167,22 @@ def sequence_state(
     `SequenceState`.
     """
     dtype, owners, devices = dtype_of(model), kept_by(model.config), layer_devices(model)
-    kinds: list[tuple[Any, ...]] = [
-        ("recurrent",) if recurrent else (span if bounded else None, local_heads(model, heads), *sizes)
-        for span, (heads, *sizes), recurrent in zip(
-            spans, layer_shapes(model.config), recurrent_layers(model.config), strict=True
-        )
-    ]
+    kinds: list[tuple[Any, ...]] = []
+    layers = zip(spans, layer_shapes(model.config), recurrent_layers(model.config), strict=True)
+    for span, (heads, *sizes), recurrent in layers:
+        of_keys = span if bounded else None, local_heads(model, heads), *sizes
+        kinds.append(("recurrent",) if recurrent else of_keys)
     keys = list(zip(kinds, devices, strict=True))
     of = {key: [layer for layer in dict.fromkeys(owners) if keys[layer] == key] for key in keys}
     made: list[LayerState] = []
-    for (key, device), layers in of.items():
+    for (key, device), held in of.items():
         if key == ("recurrent",):
-            made.append(DeltaState(len(layers), rows, tail, delta_shape(model.config), dtype=dtype, device=device))
+            made.append(DeltaState(len(held), rows, tail, delta_shape(model.config), dtype=dtype, device=device))
         elif key[0] is None:
-            made.append(FullAttentionState(len(layers), rows, *key[1:], dtype=dtype, device=device))
+            made.append(FullAttentionState(len(held), rows, *key[1:], dtype=dtype, device=device))
         else:
             ring = ring_of(key[0], tail, chunk)
-            made.append(WindowState(len(layers), rows, *key[1:], span=key[0], ring=ring, dtype=dtype, device=device))
+            made.append(WindowState(len(held), rows, *key[1:], span=key[0], ring=ring, dtype=dtype, device=device))
     found = list(of)
     order = [(found.index(keys[owner]), of[keys[owner]].index(owner)) for owner in owners]
     return SequenceState(

@@ -286,9 +286,8 @@ def dtype_of(model: Any) -> torch.dtype:
     counts: Counter[torch.dtype] = Counter()
     for module in every_module(model.get_decoder()):
         own = own_parameters(module).values()
-        if all(
-            each.element_size() > 1 and each.is_floating_point() for each in own
-        ):  # beside codes matrices are scales
+        # matrices beside codes are scales
+        if all(each.element_size() > 1 and each.is_floating_point() for each in own):
             for each in own:
                 if each.dim() > 1 and id(each) not in apart:
                     apart.add(id(each))

@@ -106,13 +106,8 @@ def recurrent_layers(config: Any) -> list[bool]:
 def delta_shape(config: Any) -> DeltaShape:
     """The sizes of a decoder's Gated DeltaNet layers."""
     config = config.get_text_config()
-    return DeltaShape(
-        config.linear_num_key_heads,
-        config.linear_num_value_heads,
-        config.linear_key_head_dim,
-        config.linear_value_head_dim,
-        config.linear_conv_kernel_dim,
-    )
+    heads = config.linear_num_key_heads, config.linear_num_value_heads
+    return DeltaShape(*heads, config.linear_key_head_dim, config.linear_value_head_dim, config.linear_conv_kernel_dim)
 
 
 def varied_lengths(config: Any) -> list[str]:

@@ -149,11 +149,8 @@ def is_mixture(row: Mixture, mlp: Any, *, stored: bool = False) -> bool:
         return False
     side, opening = (getattr(mlp, name) if name else None for name in (row.shared, row.shared_gate))
     cut = share_of_experts(mlp.experts) is not None
-    if (cut and row.transposed) or (
-        side is not None and not (gate_of(side, row.shared_act) == SILU and _is_addend(side, cut))
-    ):
-        return False
-    return opening is None or is_plain(opening)
+    adds = side is None or (gate_of(side, row.shared_act) == SILU and _is_addend(side, cut))
+    return adds and not (cut and row.transposed) and (opening is None or is_plain(opening))
 
 
 def _are_stored(module: Any) -> bool:

@@ -164,9 +164,8 @@ def _by_position(model: Any) -> Iterator[Limit]:
 
     size = getattr(config, "original_max_position_embeddings", None)
     if DROPS_CACHES and config.model_type in ("phi3", "phimoe", "phi4_multimodal") and isinstance(size, int):
-        yield Limit(
-            size, f"transformers {transformers.__version__} begins this family's caches anew past {size} tokens"
-        )
+        why = f"transformers {transformers.__version__} begins this family's caches anew past {size} tokens"
+        yield Limit(size, why)
 
 
 def _by_module(model: Any) -> Iterator[Limit]:
@@ -181,14 +180,10 @@ def _by_module(model: Any) -> Iterator[Limit]:
         yield Limit(size, why, True)
     if "local" in (getattr(config, "attention_layers", None) or ()):  # GPT-Neo's
         size = config.window_size
-        yield Limit(
-            size,
-            f"its local layers count a window of {size} slots (window_size), where draft nodes lie out of order",
-            True,
-        )
-    triangles = [
-        b.shape[-1] for b in model.buffers() if b.dim() == 4 and b.shape[:2] == (1, 1) and b.shape[2] == b.shape[3] > 1
-    ]
+        why = f"its local layers count a window of {size} slots (window_size), where draft nodes lie out of order"
+        yield Limit(size, why, True)
+    masks = [tuple(each.shape) for each in model.buffers() if each.dim() == 4 and each.shape[:2] == (1, 1)]
+    triangles = [columns for _, _, rows, columns in masks if rows == columns > 1]
     if triangles:
         yield Limit(min(triangles), f"its causal masks end at {min(triangles)} slots of the cache", True)
 

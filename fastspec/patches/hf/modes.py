@@ -46,9 +46,7 @@ def model_within(holder: Any) -> str:
     if isinstance(holder, PreTrainedModel):
         return ""
     parts = getattr(holder, "__dict__", {}) | (dict(holder.named_children()) if isinstance(holder, nn.Module) else {})
-    names = sorted(
-        f".{name}" for name, part in parts.items() if isinstance(part, PreTrainedModel) and not name.startswith("_")
-    )
+    names = sorted(f".{name}" for name, part in parts.items() if isinstance(part, PreTrainedModel) and name[0] != "_")
     return f"pass its {' or '.join(names)}" if names else ""
 
 
@@ -103,10 +101,8 @@ def _check_generic(model: PreTrainedModel, config: Any) -> None:
     missing = [p for p in ("position_ids", cache_argument(forward)) if p not in inspect.signature(forward).parameters]
     if missing:
         told = "" if home_of(forward).startswith("transformers.") else ". Name them in its signature"
-        raise Unsupported(
-            f"{name}.forward takes no {' and no '.join(missing)}: fastspec cannot tell it where a draft node stands"
-            + told
-        )
+        what = f"{name}.forward takes no {' and no '.join(missing)}"
+        raise Unsupported(f"{what}: fastspec cannot tell it where a draft node stands{told}")
     if not hasattr(config, "num_hidden_layers"):
         raise Unsupported(
             f"{name} is more than one stack of layers (its configuration has no num_hidden_layers); fastspec runs one"
@@ -262,13 +258,8 @@ def _looped_over(model: Any, adapter: Adapter) -> list[nn.Module]:
     attention = [getattr(layer, adapter.attention) for layer in layers if hasattr(layer, adapter.attention)]
     nets = [getattr(layer, adapter.recurrent) for layer in layers if hasattr(layer, adapter.recurrent)]
     own = adapter.recurrent_row or adapter
-    names = ("q_norm", "k_norm", "v_norm") if adapter.qk_norm else ()
-    norms = [
-        getattr(each, name)
-        for each in attention
-        for name in (*names, adapter.heads_norm)
-        if name and hasattr(each, name)
-    ]
+    names = [*(("q_norm", "k_norm", "v_norm") if adapter.qk_norm else ()), *filter(None, (adapter.heads_norm,))]
+    norms = [getattr(each, name) for each in attention for name in names if hasattr(each, name)]
     inner = [module for net in nets for module in (net, net.conv1d, getattr(net, own.recurrent_norm))]
     within = [getattr(model, adapter.inside)] if hasattr(model, adapter.inside) else []
     owners = decoder, *layers, *attention

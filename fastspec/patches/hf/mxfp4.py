@@ -60,15 +60,9 @@ class PackedExperts(nn.Module):
     def stored(self, name: str) -> StoredExperts:
         """A product's weights as views of the module's tensors."""
         blocks, scales = (getattr(self, f"{name}_{part}").detach() for part in PARTS)
-        lines = StoredWeight(
-            blocks.flatten(2).flatten(0, 1),
-            MXFP4,
-            scales.flatten(0, 1).view(torch.float8_e8m0fnu),
-            (1, GROUP),
-            scales.shape[2] * GROUP,
-            None,
-        )
-        return StoredExperts(lines, len(blocks))
+        count, _, groups = scales.shape
+        codes, powers = blocks.flatten(2).flatten(0, 1), scales.flatten(0, 1).view(torch.float8_e8m0fnu)
+        return StoredExperts(StoredWeight(codes, MXFP4, powers, (1, GROUP), groups * GROUP, None), count)
 
     def forward(self, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:
         """Tokens [T, H], each one's experts [T, K] and their shares [T, K] -> [T, H]."""

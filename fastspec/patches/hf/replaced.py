@@ -62,16 +62,13 @@ def replaced_functions(model: Any, modules: list[nn.Module]) -> list[tuple[str, 
     for kind, names in CLASSES:
         found += _strangers_in(f"torch.nn.{kind.__name__}", {name: getattr(kind, name) for name in names})
     kinds = sorted({type(module) for module in modules}, key=lambda kind: kind.__qualname__)
-    bases = dict.fromkeys(
-        base for kind in kinds for base in kind.__mro__ if base.__module__.startswith("transformers.models.")
-    )
+    bases = {base: base.__module__ for kind in kinds for base in kind.__mro__}
+    bases = {base: home for base, home in bases.items() if home.startswith("transformers.models.")}
     for base in bases:
         if not hasattr(base, "generate"):  # a whole model has methods for much else
             found += _strangers_in(base.__name__, vars(base))
     attention = (str(getattr(value, "__module__", None)) for _, value in attention_functions(model))
-    for home in dict.fromkeys(
-        (*(base.__module__ for base in bases), *(each for each in attention if each.startswith("transformers.")))
-    ):
+    for home in dict.fromkeys((*bases.values(), *(each for each in attention if each.startswith("transformers.")))):
         found += _strangers_in(home, vars(sys.modules[home]))
     return found
 
@@ -92,11 +89,8 @@ def _strangers_in(place: str, held: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 def has_replaced_methods(kind: type[nn.Module]) -> bool:
     """True where a module's class has a method of someone else's in the place of one of transformers' own."""
-    return any(
-        _strangers_in(base.__name__, vars(base))
-        for base in kind.__mro__
-        if base.__module__.startswith("transformers.models.")
-    )
+    bases = (base for base in kind.__mro__ if base.__module__.startswith("transformers.models."))
+    return any(_strangers_in(base.__name__, vars(base)) for base in bases)
 
 
 def attention_functions(model: Any) -> list[tuple[str, Any]]:

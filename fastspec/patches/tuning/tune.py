@@ -47,17 +47,11 @@ def call_times(model: Any, names: Sequence[str], rows: Sequence[int], length: in
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(0)  # in all processes
             ids = torch.randint(config.vocab_size, (count, width), device=device)
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "assistant": name}
+        options = {"max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0, "do_sample": False}
         times = []
         for _ in range(5):
-            model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                assistant=name,
-                max_new_tokens=NEW,
-                eos_token_id=None,
-                pad_token_id=0,
-                do_sample=False,
-            )
+            model.generate(**given, **options)
             last = session.calls[-1]
             times.append((last.seconds - last.phases["prefill"]) / max(1, last.rounds))
         found.append(statistics.median(times[2:]))
@@ -319,16 +313,9 @@ def tune_place(trial: Any, device: torch.device) -> Tuned:
                 refused.append(f"{launch}: {fault}")
     best, launch = min(times, key=lambda pair: pair[0], default=(before, MISSING))
     kept = best <= GAIN * before
-    return Tuned(
-        trial.op,
-        trial.about,
-        1e6 * before,
-        1e6 * (best if kept else before),
-        launch if kept else None,
-        kept,
-        len(trial.launches),
-        tuple(refused),
-    )
+    best, launch = (best, launch) if kept else (before, None)
+    tried = len(trial.launches)
+    return Tuned(trial.op, trial.about, 1e6 * before, 1e6 * best, launch, kept, tried, tuple(refused))
 
 
 def _each(trial: Any) -> None:
