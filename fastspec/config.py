@@ -35,10 +35,8 @@ Cursor: TypeAlias = Any
 
 
 class Storage(Protocol):
-    """A storage for `Nasd(storage=...)`. Cursors are values: it may hold any number of texts at once.
-
-    Not to be shared between threads: calls that run at the same time need one each.
-    """
+    """A storage for `Nasd(storage=...)`. Cursors are values: it may hold any number of texts at once, but is not to be
+    shared between calls that run at the same time."""
 
     def start(self) -> Cursor:
         """The cursor of an empty text."""
@@ -50,8 +48,7 @@ class Storage(Protocol):
         """The cursor after token, without counting, for drafts."""
 
     def look(self, cursor: Cursor) -> tuple[int, list[tuple[int, int]]]:
-        """The length of the longest known context at the cursor and its continuations (token, count), the best first;
-        (0, []) where none is known."""
+        """Length of the longest known context, and its continuations (token, count), best first; (0, []) for none."""
 
 
 @dataclass(frozen=True, slots=True)

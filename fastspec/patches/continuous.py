@@ -1,5 +1,4 @@
-"""Open-ended continuous batching: prompts of many callers join the running rows as they come, and leave them one by
-one. `continuous` says which; `continuous_batch.py` opens and runs a model's."""
+"""Open batches: prompts of many callers join the running rows as they come, and leave them one by one."""
 
 from __future__ import annotations
 

@@ -68,11 +68,8 @@ def log_probs(
 
 @torch.no_grad()
 def text_logprobs(model: Any, ids: Sequence[int], count: int) -> Iterator[list[TokenLogprob]]:
-    """Log-probabilities of the tokens of one text from the second on, each with the `count` likeliest in its place, in
-    the parts that passes score. A pass takes its turn, so that an open batch of the model decodes between two of them.
-
-    Raises Unsupported as `log_probs`.
-    """
+    """Log-probabilities of one text's tokens from the second on, with the `count` likeliest each, pass by pass; a pass
+    takes its turn between those of an open batch. Raises Unsupported as `log_probs`."""
     model, session = _session(model)
     device = device_of(model)
     text = torch.tensor([list(ids)], device=device)
@@ -105,8 +102,7 @@ def _passes(
     read: Callable[[Tensor, Tensor], Value],
     turn: Callable[[], AbstractContextManager[Any]],
 ) -> Iterator[Value]:
-    """What `read` makes of logits [B, N, V] and the tokens [B, N] that came there, pass by pass, of texts [B, T],
-    padding on the right."""
+    """What `read` makes of logits [B, N, V] and tokens [B, N], pass by pass, of texts [B, T] padded on the right."""
     rows, longest = texts.shape
     nodes = max(1, min(NODES, longest - 1, SCORES // (rows * model.config.get_text_config().vocab_size)))
     with turn():

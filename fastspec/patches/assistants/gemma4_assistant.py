@@ -39,8 +39,7 @@ MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 TARGETS = ("gemma4_text", "gemma4_unified_text")
 """Model types of decoders whose keys and values such an assistant reads."""
 WIDER = 2
-"""Positions that a node's span is longer than the assistant's window W: transformers lets it see the last W + 1
-committed tokens, and counts from the last of them, where the node stands one behind."""
+"""Positions that a node sees beyond the assistant's window W: transformers shows it W + 1 committed tokens."""
 
 
 def is_assistant(source: Any) -> bool:
@@ -49,12 +48,9 @@ def is_assistant(source: Any) -> bool:
 
 
 def gemma4_assistant(source: Any, target: Any) -> Any:
-    """The Gemma 4 assistant that a module, a directory or a hub id is, on the target's device and in its dtype; None
-    for a checkpoint of anything else.
-
-    Raises CheckpointError for one that lacks tensors or does not fit the target, Unsupported for a target that it
-    cannot draft for.
-    """
+    """The Gemma 4 assistant of a module, a directory or a hub id, on the target's device and in its dtype; None for
+    another checkpoint. Raises CheckpointError for one that lacks tensors or does not fit, Unsupported for the
+    target."""
     named = isinstance(source, (str, Path))
     if not (_model_type(source) in MODEL_TYPES if named else is_assistant(source)):
         return None
@@ -63,8 +59,7 @@ def gemma4_assistant(source: Any, target: Any) -> Any:
 
 
 def gemma4_decoding(config: Any, resources: dict[str, Any], model: Any) -> SharedCacheDecoding:
-    """The decoding of a config with the sizes of `Eagle3` and the assistant `resources["mtp"]`. Raises Unsupported for
-    sizes that it cannot draft, and for a target that has changed since."""
+    """The decoding of a config. Raises Unsupported for sizes that it cannot draft, or a target that has changed."""
     _check_target(model)
     assistant = resources["mtp"] = _placed(resources["mtp"], model)
     fields, most = trees_of(config, device_of(model).type)
@@ -170,8 +165,7 @@ def _expand_of(assistant: Any, ops: Ops) -> Expand:
 
 
 def likeliest_clusters(masked: Any, clusters: Tensor, readout: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits of readout [B, N, H] over the tokens of the likeliest centroids alone [B, N, S], and these tokens [B, N,
-    S], by the centroids' logits `clusters` [B, N, C] and the rows of the LM head's weight [V, H]."""
+    """Logits and tokens, both [B, N, S], of the likeliest centroids, by their logits `clusters` [B, N, C]."""
     chosen = clusters.topk(masked.centroid_intermediate_top_k, -1).indices
     tokens = masked.token_ordering.long().view(masked.num_centroids, -1)[chosen].flatten(2)
     return (weight[tokens] @ readout[..., None])[..., 0], tokens
@@ -186,8 +180,7 @@ def scored_tokens(assistant: Any) -> int:
 
 
 def _model_type(source: str | Path) -> Any:
-    """The model type in the config.json of a directory or a hub repository, of which nothing else is fetched; None
-    where a place on this machine has none. Raises CheckpointError where there is no such place."""
+    """Model type in the config.json of a directory or hub id, alone fetched; None without. Raises CheckpointError."""
     local = Path(source).expanduser()
     at = local / "config.json"
     if not local.exists():
@@ -219,8 +212,7 @@ def _load(folder: Path, target: Any) -> Any:
 
 
 def _placed(assistant: Any, target: Any) -> Any:
-    """An assistant that fits a target, itself or a copy on the target's device and in its dtype. Raises CheckpointError
-    for one that does not fit."""
+    """A fitting assistant on the target's device and in its dtype, copied if need be. Raises CheckpointError else."""
     misfits = _misfits(assistant, target)
     if misfits:
         raise CheckpointError(

@@ -1,5 +1,4 @@
-"""Drafting heads for a transformers model: `load_head` finds one and binds it, `inspect_head` describes a checkpoint
-without running it."""
+"""Drafting heads for a transformers model: `load_head` finds and binds one, `inspect_head` describes a checkpoint."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ def sizes_of(target: PreTrainedModel | PretrainedConfig) -> Sizes:
 
 
 def parts_of(target: PreTrainedModel, *, layers: bool = False) -> TargetParts:
-    """Parts of a target that heads are fitted and bound to; with `layers` what runs layers of its kind, where it has an
-    adapter."""
+    """Parts of a target that heads are fitted and bound to; with `layers` also what runs layers of its kind."""
     lm_head, device = target.get_output_embeddings(), device_of(target)
     adapter = adapter_for(target) if layers else None
     weight = getattr(lm_head, "weight", None)
@@ -113,10 +111,8 @@ _KINDS = {"eagle3": ("EAGLE-3", "eagle3=head"), "eagle": ("EAGLE-1/2", "eagle=he
 
 
 def load_heads(sources: Mapping[str, str | Path | EagleHead | None], target: PreTrainedModel) -> dict[str, BoundHead]:
-    """The heads of the assistants "eagle", "eagle2" and "eagle3" that have a source, loaded once where they share one.
-
-    Raises CheckpointError like `load_head`, and for a head of the other kind, naming the assistant that takes it.
-    """
+    """Heads of "eagle", "eagle2" and "eagle3" that have a source, loaded once where they share one. Raises
+    CheckpointError like `load_head`, and for a head of the other kind, naming the assistant that takes it."""
     made: dict[str | Path | EagleHead, BoundHead] = {}
     heads = {}
     for name, source in sources.items():
@@ -149,11 +145,8 @@ def _no_head(source: object) -> str:
 
 
 def find_head(source: str | Path, *, revision: str | None = None) -> Path:
-    """The directory of a head: one that exists, one of an installed package, or a hub repository's JSON and weight
-    files.
-
-    Raises CheckpointError where there is none.
-    """
+    """Directory of a head: one that exists, one of an installed package, or a hub repository's JSON and weights. Raises
+    CheckpointError where there is none."""
     if not isinstance(source, (str, Path)):
         raise CheckpointError(_no_head(source))
     local = Path(source).expanduser()
@@ -205,8 +198,7 @@ class HeadReport:
     parameters: int
     has_embedding: bool
     copies_embedding: bool | None
-    """True where the head's own embedding is the target's; None where it brought none, and without the target's
-    weights."""
+    """True where the head's own embedding is the target's; None where one of them is not there."""
     notes: tuple[str, ...]
     misfits: tuple[str, ...] | None
 
@@ -246,10 +238,8 @@ def _of_embedding(brought: bool, copied: bool | None) -> str:
 def inspect_head(
     source: str | Path, target: PreTrainedModel | PretrainedConfig | None = None, *, revision: str | None = None
 ) -> HeadReport:
-    """Read a head and say how each switch was decided and, given a target (its config is enough), whether it fits.
-
-    Raises CheckpointError like `load_head`, except that a head that does not fit is reported and not raised.
-    """
+    """How each switch of a head was decided and, given a target (its config is enough), whether the head fits. Raises
+    CheckpointError like `load_head`, but for a head that does not fit."""
     checkpoint = read_checkpoint(find_head(source, revision=revision))
     found = None
     if target is not None:
@@ -292,11 +282,8 @@ LEFT = {
 
 
 def packaged_head(name: str) -> Path | None:
-    """The folder of the head `name`; None where the package has none of it. The package is found but not imported.
-
-    Raises CheckpointError, with the command that installs it, where the package is missing, and for a head that was
-    removed.
-    """
+    """Folder of the head `name`, None where the package, which is not imported, has none. Raises CheckpointError where
+    the package is missing, with the command that installs it, and for a head that was removed."""
     if name in LEFT:
         raise CheckpointError(f"the head {name} was removed from fastspec: {LEFT[name]}")
     if name not in HEADS:

@@ -1,7 +1,5 @@
-"""MTP heads: the draft layer in a model's own checkpoint, which transformers leaves out when it loads the model.
-
-Names of its tensors by family: transformers' conversion mapping of `MtpModel`, and vLLM's models of this name.
-"""
+"""MTP heads: the draft layer in a model's own checkpoint, which transformers leaves out. Names of its tensors are from
+transformers' conversion mapping of `MtpModel`, and vLLM's models of this name."""
 
 from __future__ import annotations
 
@@ -51,17 +49,15 @@ EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpForm:
-    """Names of an MTP layer's tensors in one form of checkpoint: a pattern before them, in which N is the target's
-    number of layers and the group is the number of the MTP layer, and patterns of what follows, in this order, with the
-    names that they have in `MtpHead`."""
+    """Names of an MTP layer's tensors in one form of checkpoint: a pattern before them (N: the target's number of
+    layers, `step`: the number of the MTP layer), and patterns of what follows with their names in `MtpHead`."""
 
     prefix: str
     names: tuple[tuple[str, str], ...]
     final: bool = True
     """True where a norm stands before the LM head."""
     disputed: bool = False
-    """True where programs differ in the side of the target's final norm that the hidden state is from: after it, unless
-    a probe shows otherwise."""
+    """True where programs differ in the side of the final norm that hidden states are from; a probe decides."""
 
 
 FORMS = (
@@ -108,12 +104,8 @@ OUTSIDE = re.compile(r"^(?:token_norm|state_norm|fc|norm|lm_head|embed_tokens)\.
 
 
 def load_mtp(source: str | Path | bool | MtpHead, model: PreTrainedModel) -> BoundHead:
-    """The MTP head of a model, bound to it: `source` is True for the files that the model was loaded from, a directory
-    or a hub id for others with the same names, or a head that was loaded before.
-
-    Raises Unsupported for a model without an adapter, and CheckpointError where the files hold no such head, or not all
-    of it.
-    """
+    """MTP head of a model, bound to it, of the files that the model was loaded from (True), of a directory or hub id,
+    or of a head that was loaded before. Raises Unsupported without an adapter, CheckpointError for incomplete files."""
     mode, target = mode_for(model), parts_of(model, layers=True)
     if mode.adapter is None:
         raise Unsupported(

@@ -34,10 +34,8 @@ PROBE_TOKENS = 64
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeRow:
     """One reading of a checkpoint: `agreement` is the share of `tokens` whose draft from the target's states is the
-    target's own choice, `second` that of the draft after it, from the state that the head feeds back to itself.
-
-    `own_embedding` and `rope_interleaved` are None where they leave nothing to choose.
-    """
+    target's choice, `second` that of the draft after it, from the state that the head feeds back to itself.
+    `own_embedding` and `rope_interleaved` are None where they leave nothing to choose."""
 
     rope_theta: float
     taps: tuple[int, ...]
@@ -115,8 +113,8 @@ def probe_head(
 
 
 def states_of(target: PreTrainedModel, ids: Tensor) -> tuple[tuple[Tensor | None, ...], Tensor]:
-    """The target's hidden states of ids [1, T], behind them the last layer's output before the final norm (None without
-    an adapter, which says where that norm is), and what the target picks after each token [T]."""
+    """Hidden states of ids [1, T], with an adapter also the last layer's output before the final norm (else None), and
+    what the target picks after each token [T]."""
     adapter, before = adapter_for(target), list[Tensor]()
     hook = None
     if adapter is not None:
@@ -146,8 +144,7 @@ def default_prompt(target: PreTrainedModel) -> Tensor:
 
 
 def _readings(checkpoint: HeadCheckpoint, target: PreTrainedModel) -> Iterator[tuple[Reading, HeadCheckpoint]]:
-    """The checkpoint as declared, then its variants: embedding x rotation x tap shift x residual x state fed back x
-    theta; for EAGLE-1/2 only theta."""
+    """The checkpoint as declared, then its variants: embedding x rotation x taps x residual x fed state x theta."""
     config, layers = checkpoint.config, target.config.get_text_config().num_hidden_layers
     theta = config.rope_parameters["rope_theta"]
     thetas = [theta] if theta == TRAINED_THETA else [theta, TRAINED_THETA]
@@ -177,9 +174,8 @@ def _readings(checkpoint: HeadCheckpoint, target: PreTrainedModel) -> Iterator[t
 
 
 def _draft(bound_head: BoundHead, ids: Tensor, states: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor]:
-    """The head's first choice after every pair (token t + 1, hidden state t) of ids [1, T], and after the state that
-    the head makes of the pair and the token behind it: target ids [T - 1] and [T - 2]. `states` are as from
-    `states_of`."""
+    """The head's first choice after every pair (token t + 1, hidden state t) of ids [1, T], and after the state that it
+    makes of the pair and the token behind it: target ids [T - 1] and [T - 2]. `states` are as from `states_of`."""
     head = cast(EagleHead, bound_head.as_module())
     config = head.config
     last = len(states) - 2

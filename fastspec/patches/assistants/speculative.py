@@ -38,9 +38,8 @@ PADDING = 1024
 
 ROLES = ("bos_token_id", "eos_token_id", "pad_token_id")
 MANY_ROUNDS, SELDOM = 32, 0.05
-"""Rounds with drafts, and the share of them in which one was accepted, under which a call warns. A draft model that is
-right about the next token in a quarter of the rounds stays under it by chance in one call of that many rounds in a
-thousand."""
+"""Rounds with drafts, and the share of them with an accepted one, under which a call warns: by chance one call in a
+thousand, of a draft model that is right about every fourth token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +116,8 @@ class TextDecoding(Decoding):
         return (self.pair.model,)
 
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> TextDrafter | SharedDrafter:
-        """The drafter of a call, and of later ones of its kind.
-
-        With `process` drafts are drawn by the shared tokens, if there are any. Without it the call may be a sampled one
-        too, one without any processor, which this does not tell from a greedy one: drafts are texts then.
-        """
+        """The drafter of a call, and of later ones of its kind: drafts are drawn from the shared tokens, if any, under
+        `process`, and are texts without, since a call without processors may sample too."""
         draft, config = self.pair.model, self.config
         times = COSTS.get(torch.device(device).type, COSTS["cuda"])
         more = check(self.target, device, rows) + times.reread / pass_ms(times, self.target)
@@ -161,15 +157,13 @@ def _length(config: Speculative, cost: float, check: float) -> Length:
 
 
 def check(model: Any, device: Any, rows: int) -> float:
-    """Extra cost of a pass of the target over drafts beside one over a single token, in such passes; nothing in a
-    batch, which has several."""
+    """Cost of a pass over drafts beyond one over a token, in such passes; 0 in a batch, which has several anyway."""
     cost = COSTS.get(torch.device(device).type, COSTS["cuda"])
     return cost.check(sum(p.numel() * p.element_size() for p in read_parameters(model))) if rows == 1 else 0.0
 
 
 def cost(draft: Any, target: Any, device: Any, layers: int | None = None) -> float:
-    """A token of a draft model, or of its first `layers`, in units of a target pass: by the weights that both read,
-    their layers, and what the host does for a draft."""
+    """Cost of a token of a draft model, or of its first `layers`, in passes of the target: weights, layers and host."""
     times = COSTS.get(torch.device(device).type, COSTS["cuda"])
     return (times.drafted + pass_ms(times, draft, layers)) / pass_ms(times, target)
 
@@ -189,8 +183,7 @@ def vocabulary(model: Any) -> int:
 
 
 def read_parameters(model: Any) -> list[nn.Parameter]:
-    """The parameters that one pass reads: all but the embedding, unless it is the LM head too, and but the encoder's. A
-    mixture of experts counts whole."""
+    """Parameters that a pass reads: no embedding that is not the LM head, no encoder, all of a mixture's experts."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     parts = [model]
     if model.config.is_encoder_decoder:
@@ -209,8 +202,7 @@ def read_weights(model: Any) -> int:
 
 
 def check_draft(draft: Any, target: Any) -> Any:
-    """The draft model, or the Pair of one with two tokenizers, if it can draft for the target; warns where it is no
-    smaller, and where the models' special tokens say that their tokenizers differ.
+    """The draft model, or the Pair of one with two tokenizers; warns where it is no smaller, or special tokens differ.
 
     Raises Unsupported for a model that cannot be decoded with, vocabularies that are not one, and another device.
     """
@@ -286,8 +278,7 @@ def check_draft(draft: Any, target: Any) -> Any:
 
 
 def _compare_tokens(draft: Any, target: Any) -> None:
-    """Warn where two models that are to share a tokenizer have no token in common for one role: their ids mean other
-    texts then."""
+    """Warn where two models that are to share a tokenizer have no token in common for one role."""
     apart = [
         (role, own, other)
         for role in ROLES
@@ -335,8 +326,7 @@ def _same_device(draft: Any, target: Any) -> None:
 def resolve_speculative(
     config: Speculative, resources: dict[str, Any], target: Any
 ) -> SpeculativeDecoding | TextDecoding:
-    """The decoding of a config. Raises Unsupported without a draft model, and for an early exit that the target has
-    not."""
+    """The decoding of a config. Raises Unsupported without a draft model, and for an early exit that cannot be."""
     if config.early_exit is None:
         draft = resources.get("speculative")
         if draft is None:
@@ -368,8 +358,7 @@ def resolve_speculative(
 
 @dataclass(frozen=True, slots=True)
 class MixedDecoding(Decoding):
-    """Decoding whose every token follows a deferral rule's mixture of the target's distribution and the draft
-    model's."""
+    """Decoding by a deferral rule's mixture of the target's distribution and the draft model's."""
 
     continuous: ClassVar[bool] = True
     config: Cascade

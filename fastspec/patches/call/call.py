@@ -28,8 +28,8 @@ AGREED = "limit", "keep_scores", "keep_logits", "measure", "answers", "rows"
 
 
 class Call:
-    """A planned call and its engine. The constructor raises Unsupported where the drafter cannot serve it, and
-    FastSpecError when memory has run out; `run` decodes. The call has `begun` at this second of `time.perf_counter`."""
+    """A planned call, begun at a second of `time.perf_counter`, and its engine; `run` decodes. The constructor raises
+    Unsupported where the drafter cannot serve it, and FastSpecError when memory has run out."""
 
     def __init__(self, plan: Plan, begun: float) -> None:
         self.begun = begun

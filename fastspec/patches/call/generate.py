@@ -1,5 +1,4 @@
-"""The front door: `model.generate(..., assistant=...)`, and calls that a default assistant serves or leaves to
-transformers."""
+"""The front door: `model.generate(..., assistant=...)`, and calls that are left to transformers."""
 
 from __future__ import annotations
 
@@ -38,8 +37,8 @@ def generate(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> A
 
     Everything else keeps its meaning. A call that names none has the one of its generation_config, of the model's, or
     of the patch, in this order; without any, and with None or "none", the original runs untouched. Raises Unsupported
-    for what cannot be combined with an assistant that the call names; where it is a default, the original runs and a
-    warning says why.
+    for what a named assistant cannot be combined with; where it is a default, the original runs and a warning says
+    why.
     """
     begun = time.perf_counter()
     session = session_of(self)
@@ -96,8 +95,7 @@ def generate(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> A
 
 
 def _leave(model: Any, given: dict[str, Any], session: PatchSession, reason: Unsupported) -> None:
-    """Leave a call that a default assistant cannot serve to transformers, with a warning that says why. Raises
-    Unsupported for one that it would decode wrongly."""
+    """Leave a call to transformers, with a warning. Raises Unsupported for one that it would decode wrongly."""
     refuse_plain_padding(model, given)
     session.leave(reason)
 
@@ -153,8 +151,7 @@ _turned_off: ContextVar[bool] = ContextVar("_turned_off", default=False)
 
 
 def generate_batch(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> Any:
-    """transformers' continuous batching, which takes no assistant: it would swallow the argument. Raises Unsupported
-    for one; None and "none" turn a default off, without a warning."""
+    """transformers' continuous batching. Raises Unsupported for an assistant; None and "none" turn a default off."""
     if assistant not in (ABSENT, None, "none"):
         raise Unsupported(f"generate_batch takes no assistant=: {INSTEAD}")
     off = _turned_off.set(assistant is not ABSENT)
@@ -165,8 +162,8 @@ def generate_batch(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any
 
 
 def init_continuous_batching(self: Any, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Beginning of all of transformers' continuous batching. Raises Unsupported for an assistant in the call's own
-    generation_config; a default is left out with a warning."""
+    """Begin transformers' continuous batching. Raises Unsupported for the call's own assistant; leaves a default
+    out."""
     session, own = session_of(self), self.generation_config
     call = None if generation_config is own else generation_config
     assistant, named = chosen(call, own, None if session is None else session.default)
@@ -186,8 +183,7 @@ def _original(model: Any, name: str) -> Any:
 
 
 def _checked(model: Any, session: PatchSession, assistant: Any, given: dict[str, Any]) -> Any:
-    """The decoding of a call. Raises Unsupported, before anything runs, for what its arguments and the model's state
-    rule out."""
+    """The decoding of a call. Raises Unsupported for what its arguments and the model's state rule out."""
     decoding = assistant if isinstance(assistant, AdaptiveCascade) else resolve(assistant, session.resources, model)
     refuse_overrides(model)
     session.turn.refuse_nested()

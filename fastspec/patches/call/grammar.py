@@ -1,5 +1,4 @@
-"""Grammars that answers are held to: a JSON schema, a regular expression, a choice of texts or an EBNF, compiled and
-matched by llguidance."""
+"""Grammars of answers: a JSON schema, a regular expression, a choice of texts or an EBNF, matched by llguidance."""
 
 from __future__ import annotations
 
@@ -120,9 +119,8 @@ class GrammarOfCall(LogitsProcessor):  # type: ignore[misc]
         return self.states[row]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores [R, V] with -inf at what may not follow input_ids [R, T]. A row that has left the grammar, as one does
-        that a stopping criterion ended and that is padded, keeps its scores. Raises NoDistribution where other
-        processors have left nothing that the grammar allows."""
+        """Scores [R, V] with -inf at what may not follow input_ids [R, T]; a row that has left the grammar, ended and
+        padded, keeps its scores. Raises NoDistribution where nothing is left of what the grammar allows."""
         answers = input_ids[:, self.length :].tolist()
         states = [self.state(row) for row in self.rows]
         texts = zip(states, answers, strict=True)
@@ -146,8 +144,7 @@ class GrammarState:
         """Tokens that the matcher stands behind."""
 
     def follows(self, answer: list[int]) -> bool:
-        """Roll the matcher to the end of an answer -> whether the grammar allows it; what comes after its end counts
-        for nothing."""
+        """Roll the matcher to the end of an answer -> True where the grammar allows it, up to its end."""
         taken, count = self.taken, 0
         if answer[: len(taken)] == taken:
             count = len(taken)
@@ -172,8 +169,7 @@ class GrammarState:
             raise Unsupported(f"the grammar does not allow token {answer[len(self.taken)]} of this answer")
 
     def allows(self, answer: list[int], token: int) -> bool:
-        """True where a token may follow an answer, which the grammar has to allow; False also for the end token behind
-        an answer that nothing else may follow."""
+        """True where a token may follow an answer that the grammar allows; False for the end token behind its end."""
         self.follow(answer)
         return token < self.grammar.size and self.matcher.validate_tokens([token]) == 1
 

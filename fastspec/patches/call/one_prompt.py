@@ -1,10 +1,8 @@
-"""One prompt by itself, as transformers' own `generate` prepares it for an open batch, and a cache of what it made of
-settings.
+"""One prompt as transformers' own `generate` prepares it for an open batch, and a cache of what it made of settings.
 
-A server hands an open batch many prompts a second, nearly all with the settings of earlier ones, and preparing one
-takes `generate` milliseconds of Python. What it makes of settings is kept where nothing of it depends on the prompt but
-the length: no processors, or temperature, top-k, top-p and min-p, behind a grammar or not, and no criteria but the
-length and end tokens. Anything else goes through `generate` each time.
+Preparing one takes `generate` milliseconds of Python, and a server hands over many a second, nearly all with known
+settings. Kept is what depends on nothing of the prompt but the length: no processors but temperature, top-k, top-p,
+min-p and a grammar, no criteria but length and end tokens. All else goes through `generate` each time.
 """
 
 from __future__ import annotations
@@ -58,15 +56,13 @@ from fastspec.patches.hf.limits import dropped_spans, position_rows
 
 KEPT = 16
 GIVEN = frozenset({"input_ids", "generation_config", "attention_mask", "streamer", "tokenizer", "logits_processor"})
-"""Arguments of `generate` that settings are kept beside; the tokenizer is read for stop strings alone, and of
-processors a grammar is taken."""
+"""Arguments of `generate` that settings are kept beside; of processors a grammar is taken."""
 METHODS = {
     name: getattr(GenerationMixin, name)
     for name, value in vars(GenerationMixin).items()
     if name[0] == "_" and name[1] != "_" and isinstance(value, (FunctionType, staticmethod))
 }
-"""What `generate` prepares a call by. One of someone else's, or of a family's own, may look at the prompt: nothing is
-kept there."""
+"""Methods that `generate` prepares a call by; with someone else's, or a family's own, nothing is kept."""
 
 
 def _works_by(kind: Any) -> tuple[Any, Any]:
@@ -87,8 +83,8 @@ REFUSED_PROCESSORS: dict[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class PreparedSettings:
-    """Settings as `generate` prepared them: end tokens, and the rule by which tokens are chosen, whose seed and grammar
-    are each prompt's own; `positions` counts those that the model has, None where it has any."""
+    """Settings as `generate` prepared them: end tokens, and the rule by which tokens are chosen, but for a prompt's
+    seed and grammar; `positions` counts those of the model, None for any number."""
 
     asked: str
     ends: frozenset[int]
@@ -97,15 +93,13 @@ class PreparedSettings:
 
 
 class SettingsCache:
-    """Cache: a call's settings -> the end tokens, processors and criteria that `generate` made of them; the last KEPT
-    ones."""
+    """Cache: a call's settings -> what `generate` made of them; the last KEPT ones."""
 
     def __init__(self) -> None:
         self.known: deque[PreparedSettings] = deque(maxlen=KEPT)
 
     def find(self, model: Any, original: Any, given: dict[str, Any]) -> PreparedSettings | None:
-        """Settings of a call as they were read, whose prompt is one row of tokens on the CPU, none of them
-        padding; or None."""
+        """Settings of a call that are known, whose prompt is one row of tokens on the CPU without padding; or None."""
         ids: Any
         mask: Any
         ids, mask = given.get("input_ids"), given.get("attention_mask")
@@ -126,8 +120,7 @@ class SettingsCache:
 
 
 def settings_of(model: Any, original: Any, given: dict[str, Any]) -> str | None:
-    """Key of a call's settings, as text, the length of the answer left out; None for a call whose settings are
-    not kept."""
+    """Key of a call's settings without the answer's length, as text; None for a call whose are not kept."""
     config: Any = given.get("generation_config")
     configs = config, model.generation_config
     if any(type(each) is not GenerationConfig for each in configs) or not given.keys() <= GIVEN:
@@ -170,9 +163,9 @@ log = logging.getLogger("fastspec")
 
 
 class AnswerFuture(Future[Tensor]):
-    """Future of the answer to a prompt, what `generate` returns for it: [1, T + new tokens] int64. `cached_tokens` of
-    the prompt were not read, once the answer has begun: a row had read them for another. `gone` is `cancelled()`
-    without a lock, which rounds ask of every row."""
+    """Future of the answer to a prompt: what `generate` returns, [1, T + new tokens] int64. `cached_tokens` of the
+    prompt were not read, since a row had read them for another; `gone` is `cancelled()` without a lock, for every
+    round."""
 
     cached_tokens = 0
     gone = False
@@ -199,10 +192,9 @@ class AnswerMeasures:
 
 
 class PreparedPrompt:
-    """A prompt with its settings, and the `future` of its answer.
+    """A prompt with its settings, and the `future` of its answer: a `fastspec.generation.engine.open_batch.Prompt`.
 
-    `shown` [1, T] is the prompt as it was given, padding included, and `ids` without; `ending` has criteria besides
-    length and end tokens. It is a `fastspec.generation.engine.open_batch.Prompt`.
+    `shown` [1, T] is the prompt with padding, `ids` without; `ending` has criteria besides length and end tokens.
     """
 
     def __init__(
@@ -257,8 +249,8 @@ class PreparedPrompt:
         self._observed = drafted, logits, tree
 
     def emit(self, tokens: list[int], accepted: int, done: bool) -> None:
-        """Hand a round's tokens to the streamer, unless it has failed. What it raises ends the prompt between two turns
-        of the rounds: this process alone has the streamer, and others may run the same rounds."""
+        """Hand a round's tokens to the streamer. What it raises ends the prompt between two turns: other processes may
+        run the same rounds, and this one alone has the streamer."""
         drafted, logits, tree = self._observed
         if self.measured is not None:
             assert logits is not None
@@ -276,8 +268,7 @@ class PreparedPrompt:
             self.failed = error
 
     def finish(self, tokens: list[int], error: BaseException | None) -> None:
-        """Tell the streamer, and whoever waits for the answer. Where it was cancelled the streamer is told that there
-        is no more of it, and nobody else is there whom its errors could be told."""
+        """Tell the streamer, and who waits for the answer; of a cancelled prompt the streamer alone."""
         cancelled = not self.future.set_running_or_notify_cancel()  # and cannot be any more
         error = self.failed or error
         try:
@@ -332,8 +323,7 @@ def _made(
 
 
 def _refuse_processors(model: Any, given: dict[str, Any]) -> None:
-    """Refuse settings whose processors an open batch does not take before transformers makes these: one of them makes
-    as many copies of the prompt as its setting says."""
+    """Refuse settings before transformers makes their processors, one of which copies the prompt many times."""
     own = model.generation_config
     for name, (neutral, processor) in REFUSED_PROCESSORS.items():
         value = setting(name, given, own)
@@ -359,8 +349,7 @@ def _again(settled: PreparedSettings, given: dict[str, Any], seed: int | None) -
 
 
 def _check_tokens(model: Any, ids: Tensor) -> None:
-    """Raise ValueError for tokens that the model has no embedding of, as far as that can be known: on CUDA these end
-    the whole process."""
+    """Raise ValueError for tokens without an embedding, where that is known: on CUDA these end the whole process."""
     size = getattr(model.get_input_embeddings(), "num_embeddings", None)
     if size is None or not ids.numel():
         return
@@ -379,9 +368,8 @@ def prepare(
     known: SettingsCache | None = None,
     agreed: Callable[[Any], Any] | None = None,
 ) -> PreparedPrompt:
-    """A prompt from the arguments of `generate` by name, `original` being the model's own, which prepares it and does
-    not decode; where its settings are `known`, the prompt stays where it is, and is to be moved. `agreed` makes
-    criteria that look at a clock those of several processes (`Ranks.agreed`).
+    """A prompt from the arguments of `generate` by name; `original`, the model's own, prepares it and does not decode.
+    Where its settings are `known` the prompt stays where it is, and is to be moved. `agreed` is `Ranks.agreed`.
 
     Raises Unsupported for what an open batch does not decode, and ValueError as transformers does, and for tokens that
     the model has not.

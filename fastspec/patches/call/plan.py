@@ -1,5 +1,5 @@
-"""Plan of one assisted call: the settings that transformers prepared, made once and read by the engine, the rounds and
-the output."""
+"""Plan of one assisted call: what transformers prepared, made once and read by the engine, the rounds and the
+output."""
 
 from __future__ import annotations
 
@@ -86,8 +86,7 @@ class Text:
         return self.keep[:, self.past_length :]
 
     def context(self, decoding: Decoding) -> tuple[Tensor, Tensor] | None:
-        """The tokens that a drafter without a model reads before the first new one, where they are more than the
-        prompt."""
+        """Tokens that a drafter without a model reads first, where they are more than the prompt."""
         if self.source is not None:
             return None if decoding.reads_source else self.source.text(self.ids)
         return compact(self.ids, self.keep) if self.past_length and self.ids.shape == self.keep.shape else None
@@ -152,8 +151,8 @@ def plan_call(
     mode: Mode,
     ops: Ops,
 ) -> Plan:
-    """The plan of a call; `given` holds the user's own arguments by name, `mode` and `ops` say how the model runs in
-    this turn. Raises Unsupported for what cannot be combined."""
+    """The plan of a call; `given` holds the user's arguments by name. Raises Unsupported for what cannot be
+    combined."""
     ids, processors, criteria, config, model_kwargs = made
     asked = assistant if isinstance(assistant, Continued) else Continued(assistant)
     device, ranks = device_of(model), ranks_of(model)
@@ -279,8 +278,7 @@ def _read_text(
 def _refuse_padding(
     model: Any, text: Text, keep: Tensor, config: Any, limit: int, dropped: tuple[Span | None, ...], decoding: Decoding
 ) -> None:
-    """Raise Unsupported for padding under which plain decoding sees other tokens than it would without; `keep` is the
-    text's, on the host."""
+    """Raise Unsupported for padding that changes what plain decoding sees; `keep` is on the host."""
     if text.source is None:
         past = text.past_length if text.own is None else keep.shape[1]
         refuse_holes(model, keep, past, limit, dropped)
@@ -292,8 +290,7 @@ def _refuse_padding(
 
 
 def _is_bounded(model: Any, text: Text, config: Any) -> bool:
-    """True where nobody will see what a layer with a window has dropped: the cache that the call hands back keeps no
-    more either."""
+    """True where nobody sees what windows have dropped: the cache that is handed back keeps no more either."""
     if text.cache is None or not (text.handed_in or config.return_dict_in_generate):
         return True
     spans = layer_spans(model)

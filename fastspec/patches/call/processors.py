@@ -1,5 +1,4 @@
-"""Processors, stopping criteria and streamers of transformers, as the loop wants them, and one step of its own
-`generate`."""
+"""Processors, stopping criteria and streamers of transformers, as the loop wants them, and its own step."""
 
 from __future__ import annotations
 
@@ -53,8 +52,7 @@ CAPTURABLE = tuple(kind for kind in BLIND if kind is not lp.EtaLogitsWarper)
 
 
 class TokenPenalties(lp.LogitsProcessor):
-    """Processor of OpenAI's penalties: the score of a token that came c times behind the first `prompt_length` tokens
-    becomes s - frequency * c - presence * [c > 0]."""
+    """OpenAI's penalties: the score of a token that came c times becomes s - frequency * c - presence * [c > 0]."""
 
     def __init__(self, frequency: float, presence: float, prompt_length: int) -> None:
         self.frequency, self.presence, self.prompt_length = frequency, presence, prompt_length
@@ -90,8 +88,7 @@ CRITERIA = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria, MaxTimeCrit
 
 
 def of_rows(processor: Any, rows: list[int]) -> Any:
-    """The processor for these rows of the batch: a repetition penalty knows how much padding to leave out of each
-    row, a grammar where each row's answer stands."""
+    """The processor for these rows: a repetition penalty knows each row's padding, a grammar where its answer is."""
     if isinstance(processor, GrammarOfCall):
         return processor.of_rows(rows)
     ignored = getattr(processor, "prompt_ignore_length", None)
@@ -109,9 +106,8 @@ LEAST_TEMPERATURE = 1e-30
 def make_processors(
     processors: lp.LogitsProcessorList, ids: Tensor
 ) -> tuple[Callable[[Tensor], Tensor] | None, RowProcessor | None]:
-    """Processors of known types in one of two forms: over rows [R, V] at once where none looks at the history, else
-    over some rows with their prefixes; neither where there is none, or one of another type. Raises Unsupported for a
-    temperature by which scores may overflow; plain decoding raises where they do."""
+    """Processors of known types over rows [R, V] at once where none looks at the history, else over rows with their
+    prefixes; neither without any, or for another type. Raises Unsupported for a temperature that scores overflow by."""
     if temperature_of(processors) < LEAST_TEMPERATURE:
         raise Unsupported(
             f"temperature={temperature_of(processors)} is too near 0 to sample at: do_sample=False is greedy"
@@ -124,8 +120,7 @@ def make_processors(
 
 
 def _over_any(processors: lp.LogitsProcessorList, ids: Tensor) -> Callable[[Tensor], Tensor]:
-    """Processors over scores [R, V] of any nodes. The one that raises an error over NaN and +inf is not shown rows with
-    these: a draft that is not accepted may have them, and who draws from one is told."""
+    """Processors over scores [R, V] of any nodes; one that raises over NaN and +inf is not shown such drafts."""
 
     def process(scores: Tensor) -> Tensor:
         processed: Tensor = processors(ids, scores)
@@ -139,15 +134,14 @@ def _over_any(processors: lp.LogitsProcessorList, ids: Tensor) -> Callable[[Tens
 
 
 def process_rows(processors: Iterable[Any], rows: list[int], texts: Tensor, scores: Tensor) -> Tensor:
-    """Scores [R, V] of these rows of the batch as processors of known types leave them; texts [R, T] are all the rows'
-    tokens."""
+    """Scores [R, V] of these rows of the batch as known processors leave them; texts [R, T] are their tokens."""
     processed: Tensor = lp.LogitsProcessorList(of_rows(p, rows) for p in processors)(texts, scores)
     return processed
 
 
 def are_known(processors: Iterable[Any], criteria: Iterable[Any]) -> bool:
-    """True where all of these are transformers' own that keep nothing between calls and treat each row by itself. Any
-    other may have a state, and is shown the calls of plain decoding (`fastspec.generation.verify`)."""
+    """True where all are transformers' own that keep nothing between calls and treat each row by itself; others are
+    shown the calls of plain decoding (`fastspec.generation.verify`)."""
     return all(type(p) in ROWWISE for p in processors) and all(type(c) in CRITERIA for c in criteria)
 
 
@@ -173,8 +167,8 @@ FILTERS = {
 
 
 def read_settings(processors: lp.LogitsProcessorList) -> SamplingSettings | None:
-    """The settings that processors come to: temperature, top-k, top-p and min-p in transformers' order, each at most
-    once and with its usual filter value and one token to keep; None where they are anything else, or none at all."""
+    """Settings that processors come to: temperature, top-k, top-p and min-p in transformers' order, once each and in
+    the usual form; None for anything else, or none."""
     names = [name for kind in map(type, processors) for name, warper in FILTERS.items() if kind is warper]
     plain = all(
         getattr(p, "filter_value", -torch.inf) == -torch.inf and getattr(p, "min_tokens_to_keep", 1) == 1
@@ -239,16 +233,15 @@ class Processing:
         return tuple(zip(map(type, self.after_grammar), settings, strict=True))
 
     def in_lockstep(self, *, mixes: bool) -> Processing:
-        """The same in lockstep, where plain decoding's steps apply them: drafts are not drawn, since they would take
-        random numbers that plain decoding does not; a mixture of two distributions still processes both."""
+        """The same where plain decoding's steps apply them: no draft is drawn, which would take random numbers; a
+        mixture still processes both distributions."""
         return replace(self, process=self.process if mixes else None, process_at=None)
 
 
 def read_processors(
     processors: lp.LogitsProcessorList, ids: Tensor, sample: bool, *, scored: bool = False
 ) -> Processing:
-    """The processors of a call on prompts ids [B, T]; `scored` where processed scores are asked for. Raises Unsupported
-    as `make_processors`."""
+    """Processors of a call on prompts ids [B, T]; `scored` where processed scores are asked for. Raises Unsupported."""
     bound = lp.LogitsProcessorList(GrammarOfCall(p, ids) if type(p) is Grammar else p for p in processors)
     masks = bool(bound) and type(bound[0]) is GrammarOfCall and all(type(p) in BLIND for p in bound[1:])
     grammar, rest = (bound[0], lp.LogitsProcessorList(bound[1:])) if masks else (None, bound)
@@ -263,8 +256,7 @@ def whole_limit(limit: float) -> int:
 
 
 class Ending:
-    """When a row ends: length and end tokens, which the loop checks itself, and every other criterion, asked per
-    token."""
+    """End of a row: length and end tokens, which the loop checks, and all other criteria, asked per token."""
 
     def __init__(self, criteria: Any, ids: Tensor) -> None:
         self.ids = ids
@@ -282,8 +274,8 @@ class Ending:
 
 
 class Streaming:
-    """Feeds a streamer one column of tokens at a time, in transformers' shape [B], as soon as every row has it; of one
-    row, to a streamer whose class has `put_tokens(tokens)`, a round's tokens as one list instead."""
+    """Feeds a streamer one column [B] of tokens at a time, as soon as every row has it; of one row, to a class with
+    `put_tokens(tokens)`, a round's tokens as one list."""
 
     def __init__(self, streamer: Any, rows: int, pad: int) -> None:
         self.streamer, self.pad = streamer, pad
@@ -291,8 +283,7 @@ class Streaming:
         self.done = [False] * rows
         self.shown = 0
         self.watch = getattr(streamer, "on_tree", None) if rows == 1 else None
-        """A streamer's `on_tree(tree, verdict, logits)`, which gets each round's draft tree before its tokens are
-        emitted."""
+        """`on_tree(tree, verdict, logits)` of a streamer, called with each round's tree before its tokens."""
         # its class is asked: an object that answers to any name has none
         takes_lists = rows == 1 and hasattr(type(streamer), "put_tokens")
         self.put_tokens = streamer.put_tokens if takes_lists else None
@@ -335,7 +326,7 @@ class StreamedRound(NamedTuple):
 
 class RoundStreamer(ABC):
     """Streamer of one prompt of an open batch that takes rounds; with `logprobs` each token's log-probability under the
-    model's own distribution, beside so many of the likeliest tokens, and with `trees` the draft tree of each round."""
+    model beside so many of the likeliest, and with `trees` the draft tree of each round."""
 
     logprobs: int | None = None
     trees: bool = False
@@ -404,8 +395,7 @@ class PlainSteps:
         return chosen
 
     def _drawn(self, probs: Tensor) -> Tensor:
-        """Tokens [B] of probabilities [B, V]. Raises NoDistribution where plain decoding's own draw would raise or, on
-        CUDA, end the process."""
+        """Tokens [B] of probabilities [B, V]. Raises NoDistribution where plain decoding's draw would fail."""
         for row, fails in enumerate(probs[:, 0].isnan().tolist()):  # then all of the row are
             if fails:
                 raise NoDistribution.after(self.ids.shape[1] - self.width, row)

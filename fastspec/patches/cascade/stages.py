@@ -71,12 +71,10 @@ def check_room(manager: CacheManager, model: Any, tokens: int) -> None:
 
 
 def past_of(manager: CacheManager, stage: int, model: Any, ids: Tensor) -> DynamicCache | None:
-    """A stage's kept beginning of ids [1, T], without padding: a cache of at most T - 1 tokens, the caller's own, or
-    None; None too where it was kept in another dtype than the model's.
+    """A stage's kept beginning of ids [1, T], without padding: a cache of at most T - 1 tokens for `model.generate`,
+    each layer on the model's device, or by a `device_map` where it was; None without any in the model's dtype.
 
-    It goes to `model.generate(ids, attention_mask=ones, **{CACHE: ...})`, on the model's device; a model laid over
-    devices by `device_map` gets each layer where it was. Raises `Unsupported` for a model that `check_kept` refuses,
-    and for several rows.
+    Raises `Unsupported` for a model that `check_kept` refuses, and for several rows.
     """
     check_kept(model)
     found = manager.find(stage, _row(ids))
@@ -92,9 +90,8 @@ def past_of(manager: CacheManager, stage: int, model: Any, ids: Tensor) -> Dynam
 
 
 def keep_past(manager: CacheManager, stage: int, ids: Tensor, cache: Any) -> None:
-    """Keep a call's cache of the first tokens of the text ids [1, T], prompt and answer, without padding; it stays the
-    caller's. Raises `Unsupported` for a cache that is not plain keys and values in every layer, for one that holds more
-    than the text, for several rows, and where it exceeds the manager's budget."""
+    """Keep a call's cache of the first tokens of the text ids [1, T], without padding; it stays the caller's. Raises
+    `Unsupported` for other than plain keys and values, more than the text, several rows, and too little budget."""
     tokens, reason = _row(ids), _not_plain(cache)
     if reason:
         raise Unsupported(
@@ -118,8 +115,8 @@ def _row(ids: Tensor) -> list[int]:
 
 
 def _not_plain(cache: Any) -> str:
-    """The difference of a cache from one of every token's keys and values in every layer, where they were computed, as
-    "" for none: classes derived from the plain ones (windows, quantised, indexed, recurrent) hold less or more."""
+    """Difference of a cache from every token's keys and values in every layer, where they were computed; "" for
+    none."""
     if type(cache) is not DynamicCache:
         return f"the class {type(cache).__name__}"
     other = sorted({type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer})
@@ -143,9 +140,9 @@ TRIAL = 24
 
 
 class StageModel:
-    """One model of a cascade, ready to generate. `tokenizer` is None where the stage shares the large model's tokens. A
-    model that the user has patched is used as it is; one that is loaded here goes to `device`, the large model's, or is
-    cut over the `processes` that hold that."""
+    """One model of a cascade, ready to generate; `tokenizer` is None where it shares the large model's tokens. A
+    patched model is used as it is; one that is loaded here goes to `device`, or is cut over `processes`, as the large
+    one."""
 
     def __init__(self, stage: Stage, large_tokenizer: Any, device: str, patching: Patching, processes: int = 1) -> None:
         stage.check_processes(processes)
@@ -209,8 +206,7 @@ class StageModel:
         return self.loaded and processes_of(self.held) > 1
 
     def by_holders(self, run: Callable[[], Value], ranks: Ranks | None) -> Value:
-        """What `run` gives in the processes that hold the model: all of `ranks` for a cut one, of a whole one the
-        first, whose result all take."""
+        """What `run` gives in the processes that hold the model: all of `ranks`, or the first, for all."""
         return run() if ranks is None or self.cut else ranks.by_first(run)
 
     @property
@@ -370,9 +366,8 @@ def stage_models(config: Cascade, large: Any, patching: Patching) -> list[StageM
 def measure_rates(
     stages: Sequence[StageModel], prompts: Sequence[Sequence[int]], new: int = TRIAL, *, ranks: Ranks | None = None
 ) -> Rates:
-    """Every stage's milliseconds per generated token, per verified token and per start, on this machine: means over the
-    large model's `prompts`, `new` tokens after each, of the better of two runs after a first one. All of the processes
-    of `ranks`, which hold the large model together, call it."""
+    """Every stage's milliseconds per generated token, per verified token and per start: means over the large model's
+    `prompts`, `new` tokens after each, of the better of two runs. All of `ranks` call it."""
 
     def measured(stage: StageModel) -> list[float]:
         judged = stage is not stages[-1]  # the last answer is not measured token by token

@@ -1,7 +1,5 @@
-"""Checks: a row for every kernel and every form of it that is code of its own, with small inputs.
-
-Inputs are such that rounding decides nothing: what is chosen by score differs by more than it.
-"""
+"""Checks: a row for every kernel and every form of it that is code of its own, with small inputs in which rounding
+decides nothing."""
 
 from __future__ import annotations
 
@@ -84,8 +82,8 @@ def apart(rows: int, channels: Sequence[int], depth: int, kind: Activation | Non
 def stored(
     rows: int, kind: Codes, block: tuple[int, int], gate: Activation | None = None, **more: bool
 ) -> Callable[[Draw], Inputs]:
-    """x [rows, 256] times two weights of 48 channels as a quantiser stores them, with scales of blocks; `more` says
-    which of `zeros`, `nested` and `on_sums` they have. With a `gate` both have a bias, else one has."""
+    """x [rows, 256] times two weights of 48 channels with scales of blocks; `more` says which of `zeros`, `nested` and
+    `on_sums` they have. With a `gate` both have a bias, else one."""
 
     def weight(draw: Draw) -> StoredWeight:
         groups, zeros, nested = 256 // block[1], None, None
@@ -146,8 +144,7 @@ def norm(residual: bool = False, offset: float | None = None) -> Callable[[Draw]
 
 
 def rope(norms: bool, scaled: bool = False) -> Callable[[Draw], Inputs]:
-    """Two rows of three nodes, four query heads to two key heads; with norms of heads, and a factor for each
-    position."""
+    """Two rows of three nodes, four query heads to two key heads; with norms of heads, and a factor by position."""
 
     def make(draw: Draw) -> Inputs:
         size, rows, nodes = 16, 2, 3
@@ -191,8 +188,7 @@ def scores(rows: int, drawn: bool, settings: SamplingSettings | None = None) -> 
 
 
 def expansion(nodes: int, count: int, below: bool = False) -> Callable[[Draw], Inputs]:
-    """Logits are whole numbers by construction, all different at a node: p(v) / 16, and its negative at every other
-    node."""
+    """Logits are whole numbers, all different at a node: p(v) / 16, and its negative at every other node."""
 
     def make(draw: Draw) -> Inputs:
         vocab, hidden = 200, 64

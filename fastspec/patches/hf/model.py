@@ -45,9 +45,8 @@ def mask_of(layout: AttentionLayout, dtype: torch.dtype) -> Tensor:
 
 
 def _check_depth(model: Any, depth: int) -> None:
-    """Raise Unsupported for a decoder of transformers' own with fewer layers than its configuration says, since states
-    would be kept, and handed back, of layers that never run; and for one whose layers are numbered otherwise, as after
-    pruning: plain decoding keeps states by these numbers, and takes a text's length from the first."""
+    """Raise Unsupported for a decoder of transformers' own with fewer layers than its configuration says, whose states
+    would be handed back though they never run, or numbered otherwise, as after pruning: caches go by the numbers."""
     decoder = decoder_of(model)
     name = type(decoder).__name__
     if not type(decoder).__module__.startswith("transformers."):
@@ -141,8 +140,7 @@ class HFModel(Target):
             else None
             for layer, (state, _) in enumerate(self.state.places)
         ]
-        """What every layer sees, None for one with a recurrent state; transformers' own attention takes a mask per
-        query."""
+        """What every layer sees, None for one with a recurrent state; masks are per query."""
         self.whole_prompts = {
             key for key, span in zip(self.layout_keys, dropped, strict=False) if span is not None and key is not None
         }
@@ -197,8 +195,7 @@ class HFModel(Target):
             self.shift.zero_()
 
     def move(self, shift: Tensor) -> None:
-        """Begin positions shift [B] further than tokens are counted. Raises Unsupported for what is further than the
-        tables of positions reach."""
+        """Begin positions shift [B] further than tokens. Raises Unsupported beyond the tables of positions."""
         most = int(shift.max())
         if self.shift is None or most > SHIFT_ROOM:
             raise Unsupported(
@@ -246,8 +243,7 @@ class HFModel(Target):
     def _chunk(
         self, tokens: Tensor, base: Tensor, want: Tensor, counts: Tensor, extent: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Tokens [B, T], the first counts [B] real, from slot base [B] on -> logits of node want [B] of each row [B,
-        V], features [B, T, F]."""
+        """Tokens [B, T], the first counts [B] real, from slot base [B] on -> logits of node want [B], features."""
         width = tokens.shape[1]
         steps = base[:, None] + torch.arange(width, device=tokens.device)
         extent = self.state.slots if extent is None else extent
@@ -267,8 +263,7 @@ class HFModel(Target):
         return committed
 
     def _positions(self) -> int:
-        """Number of positions that are told apart: nodes past the length limit are never emitted, and a position table
-        may end there."""
+        """Number of positions that are told apart; nodes past the length limit are never emitted."""
         last = self.rows if self.adapter is None else self.last_position
         return min(self.state.slots, self.state.slots if last is None else last)
 
@@ -298,8 +293,7 @@ class HFModel(Target):
         depths: Tensor | None = None,
         whole: Collection[LayoutKey] = (),
     ) -> dict[LayoutKey, object]:
-        """The attention of nodes that are behind prefix [B], by what layers see; nothing is cut for those in `whole`,
-        and within `extent` slots a longer span cuts nothing."""
+        """Attention of nodes behind prefix [B], by what layers see; nothing is cut for those in `whole`."""
         made: dict[LayoutKey, object] = {}
         for key in dict.fromkeys(key for key in self.layout_keys if key is not None):
             if key.span is None or key in whole or extent <= key.span.size:
@@ -312,8 +306,7 @@ class HFModel(Target):
         return made
 
     def _table(self) -> Tensor | None:
-        """The embedding's table [V, H] where it is a plain one that a kernel may read; else the module itself is
-        called."""
+        """The embedding's table [V, H] where a kernel may read it; None where the module is called."""
         if self.adapter is None:
             return None
         embed = getattr(decoder_of(self.model), self.adapter.embed)
@@ -331,8 +324,7 @@ class HFModel(Target):
         self.state.commit(self.ops, verdict, active)
 
     def rewind(self, lengths: Tensor) -> None:
-        """Forget every row's committed tokens from lengths [B] on. Raises Unsupported where layers keep a recurrent
-        state."""
+        """Forget committed tokens from lengths [B] on. Raises Unsupported where layers keep a recurrent state."""
         if not self.rewinds:
             raise Unsupported(
                 f"{type(self.model).__name__} keeps a recurrent state, which cannot be taken back: it cannot draft"
@@ -359,8 +351,7 @@ class HFModel(Target):
         return self.state.slots
 
     def reusable(self, row: int, known: int, most: int, reached: int) -> int:
-        """The tokens of a row that another text can go on from. Those of a recurrent state are all that it has, and
-        there are none where a prompt's tokens see more than an answer's."""
+        """Tokens of a row that another text can go on from: of a recurrent state all that it has, or none."""
         count = min(known, most) if self.rewinds else int(self.lengths[row])
         whole = self.whole_prompts or count > most
         return 0 if whole or not all(kind.holds(count, reached) for kind in self.state.kinds) else count

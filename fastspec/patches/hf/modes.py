@@ -41,8 +41,7 @@ from fastspec.patches.hf.replaced import (
 
 
 def model_within(holder: Any) -> str:
-    """Advice on what to pass in place of an object that holds transformers models, such as a pipeline or an engine; ""
-    for none."""
+    """Advice to pass a model inside an object instead of it, such as a pipeline or an engine; "" for none."""
     if isinstance(holder, PreTrainedModel):
         return ""
     parts = getattr(holder, "__dict__", {}) | (dict(holder.named_children()) if isinstance(holder, nn.Module) else {})
@@ -115,8 +114,7 @@ def _check_generic(model: PreTrainedModel, config: Any) -> None:
 
 
 def check_masks(model: Any) -> None:
-    """Raise `Unsupported` where a model's attention takes no 4-D mask, which its own forward is given for a draft tree.
-    Whether someone else's heeds one is seen when it is tried."""
+    """Raise `Unsupported` where attention takes no 4-D mask, as trees need; someone else's is tried instead."""
     if not foreign_attention(model):
         _check_masks(type(model).__name__, model.config)
 
@@ -139,8 +137,8 @@ def refuse_foreign_masks(model: Any) -> None:
 
 
 def refuse_lost_cache(model: Any) -> None:
-    """Raise Unsupported where a model in train mode leaves its cache out under gradient checkpointing: its decoder's
-    own forward, such as GPT-2's, reads the switch, where transformers' layers also ask for gradients."""
+    """Raise Unsupported where a decoder's own forward, such as GPT-2's, leaves its cache out in train mode under
+    gradient checkpointing."""
     decoder = model.base_model
     forward = inspect.unwrap(type(decoder).forward)
     checkpoints = model.training and getattr(decoder, "gradient_checkpointing", False)
@@ -152,8 +150,7 @@ def refuse_lost_cache(model: Any) -> None:
 
 
 def check_decoder(model: Any) -> None:
-    """Raise `Unsupported` for an encoder-decoder model whose decoder's parts fastspec does not know, or whose loop
-    someone else changed."""
+    """Raise `Unsupported` for an encoder-decoder model of unknown parts, or whose loop someone else changed."""
     name, kind = type(model).__name__, model.config.model_type
     if kind not in SEQ2SEQ:
         raise Unsupported(
@@ -186,8 +183,8 @@ def check_decoder(model: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """Mode that a model runs in now: by an adapter, or by its own forward, and the dtype that its layers compute in.
-    `why` is what keeps a model of a known family from its adapter."""
+    """Mode that a model runs in now, by an adapter or its own forward, and the dtype of its layers; `why` is what keeps
+    one of a known family from its adapter."""
 
     adapter: Adapter | None
     why: str | None
@@ -195,9 +192,8 @@ class Mode:
 
 
 def mode_for(model: Any) -> Mode:
-    """Mode that a model runs in now: its own forward for one without a row, with layers on several devices or a layer
-    whose forward belongs to someone else, under autocast, which chooses dtypes op by op in the modules' own forward, or
-    where these call someone else's function."""
+    """Mode that a model runs in now: its own forward without a row, with layers on several devices, someone else's
+    forward or functions, or under autocast, which chooses dtypes op by op in modules."""
     adapter = _row_of(model)
     why = None if adapter is None else _why_not(model, adapter)
     return Mode(adapter if why is None else None, why, dtype_of(model))
@@ -226,8 +222,7 @@ def lm_head_of(model: Any, adapter: Adapter) -> Any:
 
 
 def _differs_by(model: Any, adapter: Adapter) -> list[str]:
-    """Settings under which a model is built otherwise than its row says, as its configuration has them, a layer or its
-    attention: what these hold is what their forward reads."""
+    """Settings under which a model is not built as its row says, of its configuration, a layer or attention."""
     if not adapter.unless:
         return []
     layers = list(getattr(decoder_of(model), adapter.layers))
@@ -317,8 +312,7 @@ NOISE = ("drop", "jitter")
 
 
 def noise_of(modules: Iterable[nn.Module]) -> str | None:
-    """The noise that a pass of these modules adds in train mode, dropout of their own or of a module right in them: its
-    name and its size, None where there is none."""
+    """The noise that a pass of these modules adds in train mode: its name and its size, None for none."""
     for module in modules:
         name = type(module).__name__
         for label, child in module.named_children():
@@ -342,15 +336,13 @@ def mode_of(model: Any) -> str:
 
 
 def is_foreign(module: nn.Module) -> bool:
-    """True where someone else has a say in a module's forward: a hook, an override on the instance, or a class of their
-    own."""
+    """True where someone else has a say in a module's forward: a hook, an override, or a class of their own."""
     forward = type(module).forward
     home = home_of(forward).startswith(("transformers.", "torch.")) and not is_strangers(forward)
     return not home or ("forward" in module.__dict__ and not calls_original(module)) or is_watched(module)
 
 
 def is_watched(module: nn.Module) -> bool:
-    """True where someone else's Python runs at every pass of a module, a forward hook or accelerate's, which moves
-    weights: the replay of a graph would not run it."""
+    """True where someone else's Python runs at every pass of a module, which the replay of a graph would not run."""
     known = all(is_capturing_hook(hook) or is_unpacking_hook(hook) for hook in hooks_of(module))
     return has_global_hooks() or placing_hook(module) is not None or not known

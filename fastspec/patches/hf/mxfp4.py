@@ -31,8 +31,8 @@ GROUP = 32
 
 
 class PackedExperts(nn.Module):
-    """The experts of a gpt-oss layer as the file has them: each pass dequantises the experts that it chooses, one by
-    one, and computes what transformers' `GptOssExperts` of the dequantised weights does."""
+    """Experts of a gpt-oss layer as its file has them; each pass computes what `GptOssExperts` would, expert by
+    expert."""
 
     gate_up_proj_bias: nn.Parameter
     down_proj_bias: nn.Parameter
@@ -86,8 +86,7 @@ def is_mxfp4(given: Mapping[str, Any]) -> bool:
 
 
 def replace_experts(model: Any, given: Mapping[str, Any], files: Sequence[str]) -> None:
-    """Put `PackedExperts` in the places of all experts that the files pack. Raises Unsupported for a tensor that is not
-    read, before any is."""
+    """Put `PackedExperts` in place of all experts that files pack. Raises Unsupported for a tensor that is not read."""
     headers = headers_of(files)
     packed = {key.removesuffix("_blocks").rpartition(".")[0] for key in headers if key.endswith("_blocks")}
     if not packed:

@@ -1,5 +1,5 @@
-"""Loading of packed checkpoints through transformers: `PackedQuantizer` puts fastspec's packed modules in the places of
-dense ones before the weights are read."""
+"""Loading of packed checkpoints through transformers: packed modules take dense ones' places before weights are
+read."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class PackedQuantizer(HfQuantizer):
 
 
 def take_over(config: Any, source: str, *, experts: bool, subfolder: str = "", **_: Any) -> bool:
-    """Let transformers load the model of `config` by `PackedQuantizer`, where its weights are GPTQ's or AWQ's, or, with
-    `experts`, MXFP4. Raises Unsupported for a format of theirs that is not read."""
+    """Let transformers load a model of GPTQ's or AWQ's weights, or with `experts` of MXFP4, by `PackedQuantizer` ->
+    True where it does. Raises Unsupported for a format of theirs that is not read."""
     given = quantisation_of(config)
     for name, method in OWN_FILES.items():
         if given is None and (path := Path(source, subfolder, name)).is_file():

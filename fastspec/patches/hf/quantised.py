@@ -1,8 +1,8 @@
-"""Formats of quantised weights: which modules hold one, and where its tensors are. This is their one place: a row of
-FORMATS for each, by the class that a library gives a module, its weight or its scheme.
+"""Formats of quantised weights, a row of FORMATS each, by the class that a library gives a module, its weight or
+scheme.
 
-A reader gives the weight as views of the module's own tensors, or the reason for which the module keeps its own
-forward. No library is imported, and nothing waits for a device.
+A reader gives the weight as views of the module's own tensors, or the reason for which it keeps its own forward. No
+library is imported, and nothing waits for a device.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ TABLE_CODES = {"nf4": NF4, "fp4": FP4}
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format: its name, what of a module has a class of the library (the module itself, or an attribute), and the
-    reader of such a module."""
+    """A format: its name, what has a class of the library (the module, or its attribute `at`), and the reader."""
 
     name: str
     library: str
@@ -63,8 +62,8 @@ class Format:
 
 
 def octets(codes: Tensor) -> Tensor:
-    """Codes of any dtype as bytes [M, B], in place. A class of tensors of another library is left behind first: torch
-    2.11 takes no operation on one where a program is looked at before its first run (kernels/ahead.py)."""
+    """Codes of any dtype as bytes [M, B], in place, without another library's class of tensors: torch 2.11 takes no
+    operation on one where kernels are compiled ahead (kernels/ahead.py)."""
     return codes.as_subclass(Tensor).detach().view(torch.uint8)
 
 
@@ -302,9 +301,8 @@ LORA = "peft.tuners.lora."
 
 
 def base_of(module: Any) -> Any:
-    """The layer inside one of PEFT's LoRA layers, whose forward adds the adapters' products to the layer's own; the
-    module itself where it is none, or reads more of that layer (variants such as DoRA, merged weights to be taken
-    apart)."""
+    """The layer inside one of PEFT's LoRA layers, whose forward adds products to that; the module itself where it is
+    none, or reads more of the layer (DoRA, merged weights to be taken apart)."""
     base = module._modules.get("base_layer")
     if base is None or not type(module).__module__.startswith(LORA):
         return module
@@ -326,8 +324,8 @@ class _Product(nn.Module):
 
 
 class AdaptedLinear:
-    """A LoRA layer by its own forward, as it is at the time, but for the product of the layer inside, which is
-    another's: `product`, x [..., K] -> [..., M]."""
+    """A LoRA layer by its own forward at the time, with another `product`, x [..., K] -> [..., M], for the layer
+    inside."""
 
     def __init__(self, module: Any, product: Callable[[Tensor], Tensor]) -> None:
         self.module, self.base = module, _Product(product)

@@ -1,8 +1,5 @@
-"""Encoder-decoder models: what the encoder read, and the decoder as a `Target`.
-
-A decoder's own forward derives positions from the length of its cache, one for all rows. Here the decoder's modules are
-called in a plain loop instead, so that every node of a tree stands where its own text would put it.
-"""
+"""Encoder-decoder models: what the encoder read, and the decoder as a `Target`. Its modules are called in a plain loop,
+since its own forward derives positions from the length of its cache, one for all rows."""
 
 from __future__ import annotations
 
@@ -52,8 +49,7 @@ def read_source(model: Any, given: dict[str, Any], prepared: dict[str, Any], row
 
 
 def encode(model: Any, source: Source) -> Source:
-    """The same source as a draft model's own encoder reads it; tokens that the model has no embedding for are shown to
-    it as another."""
+    """The source as a draft model's own encoder reads it; tokens without an embedding there are shown as another."""
     if source.ids is None:
         raise Unsupported(
             "the draft model of assistant 'speculative' reads the source itself: pass input_ids besides encoder_outputs"
@@ -72,11 +68,8 @@ class DecoderCache(SlotCache):
 
 
 class Seq2SeqModel(HFModel):
-    """The decoder of an encoder-decoder model, after a source.
-
-    The cache holds the keys and values of self-attention; those of cross-attention are made by the first pass and read
-    by all others.
-    """
+    """The decoder of an encoder-decoder model, after a source. The cache holds keys and values of self-attention; those
+    of cross-attention are made by the first pass."""
 
     def __init__(
         self, model: Any, source: Source, *, rows: int, capacity: int, tail: int, ops: Ops, drafts: bool = False
@@ -90,8 +83,7 @@ class Seq2SeqModel(HFModel):
         self.taking = cache_argument(type(layers[0]).forward)
 
     def prefill(self, ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the decoder's first tokens ids [B, T], the first counts [B] of each row real -> last logits [B, V], no
-        features."""
+        """Append first tokens ids [B, T], counts [B] real -> last logits [B, V], no features."""
         padding = getattr(getattr(self.decoder, "embed_positions", None), "padding_idx", None)
         if self.parts.counted and ids.shape[1] > 1 and padding in ids.flatten().tolist():
             raise Unsupported(
@@ -101,8 +93,7 @@ class Seq2SeqModel(HFModel):
         return super().prefill(ids, counts)
 
     def export(self, cache: EncoderDecoderCache, made: list[LayerCache]) -> None:
-        """Fill transformers' cache of a call with what each layer has `made` of the decoder's tokens, and of the
-        source."""
+        """Fill transformers' cache with what layers have `made` of the decoder's tokens, and of the source."""
         fill_cache(cache.self_attention_cache, 0, made)
         for layer, held in enumerate(self.cross.layers):
             cache.cross_attention_cache.update(held.keys, held.values, layer)
@@ -149,8 +140,7 @@ class Seq2SeqModel(HFModel):
         return norm(hidden) + places if parts.norm_first else norm(hidden + places)
 
     def _bias(self, positions: Tensor, slots: Tensor, extent: int) -> Tensor:
-        """The relative position bias [B, H, N, extent] of nodes at positions in slots, both [B, N]; committed slots are
-        their positions."""
+        """Relative position bias [B, H, N, extent] of nodes at positions in slots, both [B, N]."""
         attention = self.decoder.block[0].layer[0].SelfAttention
         bias = attention.compute_bias(1, extent, device=positions.device, past_seen_tokens=extent - 1)
         table = bias[0, :, 0].flip(-1)  # by distance

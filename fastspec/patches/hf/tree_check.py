@@ -44,9 +44,8 @@ from fastspec.patches.hf.seq2seq import Seq2SeqModel
 LENGTHS = (12, 7)
 """Tokens of the two prompts: in one batch the second is padded."""
 DRAWS = (0, 3, 4)
-"""Texts that are tried before a class is refused: where experts are chosen by scores that are nearly equal, rounding
-may choose another for one node of one text, which is then far off. A class that reads positions or masks in a way of
-its own does so in every text."""
+"""Texts that are tried before a class is refused: rounding may choose another of nearly equal experts for one node,
+while positions or masks that are read otherwise show in every text."""
 FIRST = (0, 0, 0, 0, 1, 2, 3, 5, 4)
 """Parents of the first tree, level by level, so that nearly every node lies behind nodes that are not its ancestors."""
 PATHS = ((0, 2, 5, 7), (0, 3, 6))
@@ -67,11 +66,9 @@ of the last place, 4e-6 in fp32, 0.03 in fp16 and 0.25 in bf16. Texts that diffe
 to 1.4 standard deviations.
 """
 WHOLE = (torch.float64, torch.float32)
-"""Dtypes in which every node must agree. In the others a router may choose another expert by a rounding: the median
-node must."""
+"""Dtypes in which every node must agree; in others the median, since rounding may choose another expert."""
 _VERDICTS: dict[Any, bool] = {}
-"""Key of what was found sound -> whether a prompt without padding is read as fastspec reads it. What is not is looked
-at again: it may be this model's own, such as NaN in its weights or layers that someone took out."""
+"""Key of what was found sound -> True where a prompt without padding is read as fastspec reads it."""
 
 
 def check_trust(model: Any, *, reads_source: bool = False, adapter: Adapter | None = None) -> bool:
@@ -94,8 +91,8 @@ def check_trust(model: Any, *, reads_source: bool = False, adapter: Adapter | No
 
 
 def check_states(model: Any, taps: tuple[int, ...]) -> None:
-    """Raise Unsupported for a model that does not give a hidden state for each token behind the layers `taps`, or
-    behind its last where there are none: looked at once per class, configuration, dtype and versions where it does."""
+    """Raise Unsupported for a model without a hidden state for each token behind the layers `taps`, or behind its last
+    without any; looked at once per class, configuration, dtype and versions."""
     key = "states", taps, _key(model)
     if key in _VERDICTS:
         return
@@ -136,8 +133,7 @@ def _key(model: Any) -> Any:
 
 
 def _computed(model: Any) -> torch.dtype:
-    """The coarsest dtype that a pass computes in: torch's dynamically quantised layers round what they read to 8 bits,
-    as bf16 does."""
+    """The coarsest dtype that a pass computes in; torch's dynamically quantised layers round as bf16 does."""
     if any(type(module).__module__.startswith("torch.ao.nn.quantized.dynamic") for module in model.modules()):
         return torch.bfloat16
     kind = device_of(model).type
@@ -176,8 +172,7 @@ def _judge(model: Any, reads_source: bool, adapter: Adapter | None) -> bool:
 
 
 def _after_texts(model: Any, reads_source: bool, adapter: Adapter | None, draw: int) -> tuple[Tensor, Tensor]:
-    """Logits that fastspec and the model give after the same texts, [n, V] each; with short spans too where
-    there may be any."""
+    """Logits of fastspec and of the model after the same texts, [n, V] each; with short spans too, if any."""
     if reads_source:
         return _after_source(model, draw)
     got, want = _after_prompts(model, adapter, draw)
@@ -207,8 +202,7 @@ def _span_settings(model: Any) -> list[str]:
 
 @contextmanager
 def _short_spans(model: Any, names: list[str]) -> Iterator[None]:
-    """A model whose layers see SPAN positions, where they see a span, so that short texts go past it: transformers
-    reads these settings at every pass."""
+    """A model whose spans are SPAN positions, so that short texts go past them; they are read at every pass."""
     config = model.config.get_text_config()
     held = {name: getattr(config, name) for name in names}
     try:
@@ -262,8 +256,7 @@ def _after_prompt(model: Any, adapter: Adapter | None) -> tuple[Tensor, Tensor]:
 
 
 def _as_trees(target: HFModel, words: Tensor, draw: int) -> tuple[list[list[int]], list[list[int]], Tensor]:
-    """Texts, the committed tokens of both rows, and what passes over two prompts and two trees give after each text,
-    [n, V]."""
+    """Texts, committed tokens of both rows, and what passes over two prompts and trees give, [n, V]."""
     device, generator = device_of(target.model), torch.Generator().manual_seed(draw)
 
     def drawn(*shape: int) -> Tensor:
@@ -293,8 +286,7 @@ def _text(tokens: list[int], parents: tuple[int, ...], node: int) -> list[int]:
 
 
 def _own(model: Any, texts: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Logits of the model's own `generate` behind texts, left-padded in one batch where it gives padding no positions:
-    [n, 1 + MORE, V], tokens [n, MORE]."""
+    """Logits of the model's own `generate` behind texts, [n, 1 + MORE, V], and its tokens [n, MORE]."""
     if len(texts) > 1 and counts_padding(model):
         logits, tokens = zip(*(_own(model, [text]) for text in texts), strict=True)
         return torch.cat(logits), torch.cat(tokens)
@@ -316,8 +308,7 @@ def _own(model: Any, texts: list[list[int]]) -> tuple[Tensor, Tensor]:
 
 
 def _after_source(model: Any, draw: int) -> tuple[Tensor, Tensor]:
-    """As `_after_prompts`, for a model that reads a source. Its own texts come one by one: its decoder gives padding
-    positions."""
+    """As `_after_prompts`, for a model that reads a source; its own texts come one by one, without padding."""
     words = _words(model)
     encoder = model.get_encoder()
     device, known = device_of(model), words[words < table_rows(encoder.get_input_embeddings(), encoder.config)]
@@ -334,9 +325,8 @@ def _after_source(model: Any, draw: int) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _undisturbed(model: Any) -> Iterator[None]:
-    """The model in evaluation mode, without its forward hooks and its own settings for `generate`, and everything as it
-    was in the end: attributes, buffers and global generators. Hooks of accelerate and FSDP, which bring weights, stay
-    at work, and torch's global ones."""
+    """The model in evaluation mode, without forward hooks but those that bring weights, and settings of its own; in the
+    end attributes, buffers and global generators are as they were."""
     modules = list(model.modules())
     held = [(vars(module), dict(vars(module)), dict(own_buffers(module))) for module in modules]
     devices = [device_of(model)] if device_of(model).type == "cuda" else []

@@ -1,8 +1,5 @@
-"""Candidates that are tried at a place: the launches of an op, and its inputs of the shapes that were asked for.
-
-Several copies of what a launch reads take turns, so that weights come from memory as in a model, and not from the L2
-cache.
-"""
+"""Candidates at a place: the launches of an op, and inputs of the shapes that were asked for, in copies that take
+turns, so that weights do not come from the L2 cache."""
 
 from __future__ import annotations
 
@@ -41,8 +38,8 @@ MOST_COPIES = 16
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A place, its launches in no order, and how one runs: `run` takes a launch, and a copy's number, and gives the
-    result; `reference` gives what the first copy's should be."""
+    """A place, its launches in no order, and how one runs: `run` takes a launch and a copy's number; `reference` gives
+    the first copy's result."""
 
     op: str
     place: Place
@@ -151,8 +148,7 @@ def _attention(op: str, place: Place, about: Any, device: torch.device) -> Trial
 
 
 def _line(nodes: int, device: torch.device) -> torch.Tensor:
-    """Ancestors of nodes each of which sees all before it, as bits [1, N, W]: the work of a tree does not depend on its
-    form."""
+    """Ancestors of nodes in a chain, as bits [1, N, W]: the work of a tree does not depend on its form."""
     words = torch.zeros(1, nodes, -(-nodes // 64), dtype=torch.int64, device="cpu")
     for node in range(nodes):
         for word in range(words.shape[2]):

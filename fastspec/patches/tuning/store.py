@@ -30,8 +30,7 @@ def path_of(device: torch.device) -> Path:
 
 
 def use_tuned(device: torch.device) -> Launches:
-    """Read what was tuned for a device, once, and let the kernels use it -> the launches. A damaged file is ignored
-    with a warning."""
+    """Read what was tuned for a device, once, and let kernels use it -> the launches; a damaged file is ignored."""
     name = name_of(device)
     if name not in _loaded:
         _loaded[name] = read_launches(path_of(device))
@@ -80,8 +79,8 @@ def forget() -> list[Path]:
 
 
 def tables_of(ops: Ops, dtype: torch.dtype, device: torch.device) -> str:
-    """Source of the launches of a model's kernels: "tuned" on this machine, at least some of them, "shipped" for
-    this device, "portable" on one that none were measured on, or "none" without kernels."""
+    """Source of a model's launches: "tuned" here, some of them, "shipped" for the device, "portable" where none were
+    measured, or "none" without kernels."""
     if ops.name != "triton":
         return "none"
     if any(dtype in place for _, place in use_tuned(device)):

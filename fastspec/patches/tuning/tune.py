@@ -1,5 +1,4 @@
-"""`fastspec.tune`: the fastest of the launches that compute what they should, for every place that a model's calls ask
-for."""
+"""`fastspec.tune`: the fastest correct launch for every place that a model's calls ask for."""
 
 from __future__ import annotations
 
@@ -38,8 +37,8 @@ ATTENTION = ("few_attention", "tree_attention")
 
 
 def call_times(model: Any, names: Sequence[str], rows: Sequence[int], length: int) -> list[float]:
-    """Seconds of a round of every assistant with every number of rows, behind `length` tokens that mean nothing, or as
-    many as there is room for: the median of three calls, behind two that compile and capture."""
+    """Seconds of a round of every assistant and number of rows, behind up to `length` random tokens: the median of
+    three calls, behind two that compile and capture."""
     session, device, config, found = session_of(model), device_of(model), model.config.get_text_config(), []
     assert session is not None
     width = max(1, min(length, (getattr(config, "max_position_embeddings", None) or length + NEW) - NEW))
@@ -76,12 +75,8 @@ def harmless(
     agreed: Callable[[float], float],
     late: Callable[[], bool],
 ) -> set[Key]:
-    """Those of the launches with which calls take no longer.
-
-    They are tried kind by kind, and of a kind with which calls are slower one by one, what is `late` not at all. `use`
-    lets launches be used, `times` measures calls with them, and `agreed` is the first of the processes' word for a
-    number.
-    """
+    """Launches with which calls take no longer, tried kind by kind, and of a slower kind one by one until it is `late`.
+    `use` lets launches be used, `times` measures calls, and `agreed` is the first process's word for a number."""
     use({})
     before, kept = times(), set[Key]()
     best = 1.0
@@ -113,10 +108,9 @@ REPLAYS = 7
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """One place: the op, its shape as it was asked for, microseconds with the launch that was used before and with the
-    fastest, and that launch (None: torch, or the op's plainer form). `kept` says whether it is used from now on; one
-    that `harms` is the fastest by itself, and calls are slower with it. `refused` launches computed something else, or
-    did not run."""
+    """One place: op, shape, microseconds with the launch before and with the fastest, and that launch (None: torch, or
+    the op's plainer form). `kept` says whether it is used; one that `harms` is slower in calls. `refused` launches
+    computed something else, or did not run."""
 
     op: str
     shape: tuple[Any, ...]
@@ -154,8 +148,7 @@ class Tuning:
 
 
 def seconds_of(run: Callable[[int], object], copies: int, device: torch.device) -> float:
-    """Seconds of a run, one after another over all copies: the median of several replays of a CUDA graph, or of plain
-    calls elsewhere."""
+    """Seconds of a run over all copies in turn: the median of replays of a CUDA graph, or of plain calls elsewhere."""
     if device.type != "cuda":
         spent = []
         for _ in range(3):
@@ -223,8 +216,7 @@ def tune(
     waiting = sorted(asked.items(), key=lambda item: -bytes_of(item[0][0], item[1]))
 
     def measured() -> tuple[list[tuple[Key, Tuned]], set[Key]]:
-        """The places, and those that rounds ask for: the first process's, whose shapes may be others than the last
-        one's."""
+        """The first process's places, and those that rounds ask for."""
         found: list[tuple[Key, Tuned]] = []
         for done, ((op, place), about) in enumerate(waiting):
             if told is not None:
@@ -289,8 +281,7 @@ def _in_calls(
 
 
 def tune_place(trial: Any, device: torch.device) -> Tuned:
-    """The fastest of a place's launches. Raises FastSpecError where the launch that is used now computes something
-    else."""
+    """The fastest of a place's launches. Raises FastSpecError where the one that is used computes something else."""
     from fastspec.kernels.ahead import compile_ahead
     from fastspec.kernels.tuned_launches import MISSING
 
