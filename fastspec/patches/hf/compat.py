@@ -1,5 +1,5 @@
 """Probes of transformers versions, each with the condition of its end, and every private part of torch, transformers
-and accelerate that `patches` reads (but for `config_fields.py` and `cache.py`); test_compat.py pins these."""
+and accelerate that `patches` reads, but for `config_fields.py` and `cache.py`."""
 
 from __future__ import annotations
 
