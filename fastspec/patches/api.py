@@ -162,7 +162,7 @@ def patch(
             session.set(model, "save_pretrained", types.MethodType(save_with_mtp, model))
         session.pack(model, mode)
         if exact:
-            language_model(model, None, rows=1, capacity=1, tail=1, taps=None, ops=session.ops(model, mode))
+            language_model(model, None, rows=1, capacity=1, tail=1, ops=session.ops(model, mode))
     except BaseException:  # an interrupt too must not leave the model half patched
         session.undo(force=True)
         raise

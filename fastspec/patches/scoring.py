@@ -107,7 +107,7 @@ def _passes(
     nodes = max(1, min(NODES, longest - 1, SCORES // (rows * model.config.get_text_config().vocab_size)))
     with turn():
         ops = session.ops(model, mode_for(model))
-        target = language_model(model, None, rows=rows, capacity=longest, tail=nodes, taps=None, ops=ops, first=longest)
+        target = language_model(model, None, rows=rows, capacity=longest, tail=nodes, ops=ops, first=longest)
         logits, _ = target.prefill(texts[:, :1], torch.ones_like(counts))
         found = read(logits[:, None], texts[:, 1:2])
     yield found

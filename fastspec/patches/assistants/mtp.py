@@ -203,10 +203,8 @@ def read_mtp(where: str, num_layers: int, *, revision: str | None = None) -> tup
             f"{where} has an MTP layer for each draft ({len(steps)}), and fastspec runs one, fed its own state; "
             "use 'nasd' or 'speculative'"
         )
-    state: dict[str, Tensor] = {}
-    for path, names in by_file:
-        with safe_open(path(), framework="pt", device="cpu") as file:
-            state |= {name: file.get_tensor(key) for key, name in names.items()}
+    names = {key: name for _, own in by_file for key, name in own.items()}
+    state = {names[key]: tensor for key, tensor in _tensors(by_file).items()}
     if coded := sorted(name for name, each in state.items() if each.dtype not in FLOATS or CODED.search(name)):
         raise CheckpointError(
             f"{where} holds its MTP weights quantised ({some(coded)}), and they are read in 16 or 32 bits: "
@@ -217,6 +215,15 @@ def read_mtp(where: str, num_layers: int, *, revision: str | None = None) -> tup
 
 ByFile = list[tuple[Callable[[], str], dict[str, str]]]
 """Of each file, a call that gives its path, and its MTP tensors: the names that they have there, and in `MtpHead`."""
+
+
+def _tensors(by_file: ByFile) -> dict[str, Tensor]:
+    """MTP tensors by the names that they have in their files."""
+    found: dict[str, Tensor] = {}
+    for path, names in by_file:
+        with safe_open(path(), framework="pt", device="cpu") as file:
+            found |= {key: file.get_tensor(key) for key in names}
+    return found
 
 
 def _found(where: str, num_layers: int, revision: str | None) -> tuple[MtpForm, ByFile, set[str]] | None:
@@ -390,12 +397,8 @@ def save_with_mtp(model: Any, *args: Any, **options: Any) -> Any:
             f"{where} holds the MTP layer no more that was read from it, and nothing was saved: "
             "fastspec.unpatch(model) lets the model be saved without"
         )
-    tensors: dict[str, Tensor] = {}
-    for path, names in found[1]:
-        with safe_open(path(), framework="pt", device="cpu") as file:
-            tensors |= {key: file.get_tensor(key) for key in names}
     held = given.get("state_dict")
-    state = {**(model.state_dict() if held is None else held), **tensors}
+    state = {**(model.state_dict() if held is None else held), **_tensors(found[1])}
     rest = {name: value for name, value in given.items() if name not in ("self", "state_dict", "kwargs")}
     return save(model, **rest, **given.get("kwargs", {}), state_dict=state)
 

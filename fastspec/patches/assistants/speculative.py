@@ -28,6 +28,7 @@ from fastspec.generation.target import Source, Target
 from fastspec.patches.assistants.gemma4_assistant import is_assistant
 from fastspec.patches.hf.compat import device_of, dtype_of, unpack_weights
 from fastspec.patches.hf.config_fields import recurrent_layers, table_rows
+from fastspec.patches.hf.ends import listed
 from fastspec.patches.hf.factory import language_model
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import adapter_for, check_supported
@@ -72,33 +73,17 @@ class SpeculativeDecoding(Decoding):
         if layers is None:
             source = None if self.source is None else encode(self.draft, self.source)
             model = language_model(
-                self.draft,
-                source,
-                rows=rows,
-                capacity=capacity + length.room,
-                tail=length.unread,
-                taps=None,
-                ops=ops,
-                drafts=True,
+                self.draft, source, rows=rows, capacity=capacity + length.room, tail=length.unread, ops=ops, drafts=True
             )
-        return ChainDrafter(
-            model,
-            length,
-            branches=config.branches,
-            vocab=vocabulary(self.target),
-            draft_vocab=vocabulary(self.draft),
-            ops=ops,
-            process=process,
-            early=None if layers is None else partial(self._early, layers),
-        )
+        early = None if layers is None else partial(self._early, layers)
+        vocabs = {"vocab": vocabulary(self.target), "draft_vocab": vocabulary(self.draft)}
+        return ChainDrafter(model, length, branches=config.branches, ops=ops, process=process, early=early, **vocabs)
 
     def _early(self, layers: int, target: Target) -> HFModel:
         """The target's own first layers, as a model that drafts on its cache."""
         assert isinstance(target, HFModel)
         limit, ops = target.state.limit, target.ops
-        return HFModel(
-            self.target, target.adapter, rows=0, capacity=limit, tail=0, taps=None, ops=ops, early=(target, layers)
-        )
+        return HFModel(self.target, target.adapter, rows=0, capacity=limit, tail=0, ops=ops, early=(target, layers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +108,7 @@ class TextDecoding(Decoding):
         more = check(self.target, device, rows) + times.reread / pass_ms(times, self.target)
         length = _length(config, cost(draft, self.target, device), more)
         room = room_for(capacity, length)
-        model = language_model(draft, None, rows=rows, capacity=room, tail=2, taps=None, ops=ops, drafts=True)
+        model = language_model(draft, None, rows=rows, capacity=room, tail=2, ops=ops, drafts=True)
         texts: dict[str, Any] = {
             "room": room,
             "tokenizer": self.pair.tokenizer,
@@ -184,11 +169,9 @@ def vocabulary(model: Any) -> int:
 
 def read_parameters(model: Any) -> list[nn.Parameter]:
     """Parameters that a pass reads: no embedding that is not the LM head, no encoder, all of a mixture's experts."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    parts = [model]
-    if model.config.is_encoder_decoder:
-        embedding = model.get_decoder().get_input_embeddings()
-        parts = [part for part in (model.get_decoder(), head) if part is not None]
+    decoder = model.get_decoder() if model.config.is_encoder_decoder else model
+    embedding, head = decoder.get_input_embeddings(), model.get_output_embeddings()
+    parts = [part for part in (decoder, head) if part is not None]
     whole = {id(p): p for part in parts for p in part.parameters()}
     if head is None:  # a class of another's, which may tie it to the embedding
         return list(whole.values())
@@ -279,13 +262,12 @@ def check_draft(draft: Any, target: Any) -> Any:
 
 def _compare_tokens(draft: Any, target: Any) -> None:
     """Warn where two models that are to share a tokenizer have no token in common for one role."""
+    named = [(role, _ids(draft, role), _ids(target, role)) for role in ROLES]
     apart = [
-        (role, own, other)
-        for role in ROLES
-        if (own := _ids(draft, role)) and (other := _ids(target, role)) and not own & other
+        f"{role} {sorted(own)} and {sorted(other)}" for role, own, other in named if own and other and not own & other
     ]
     if apart:
-        differences = "; ".join(f"{role} {sorted(own)} and {sorted(other)}" for role, own, other in apart)
+        differences = "; ".join(apart)
         warnings.warn(
             f"the draft model and the target differ in special tokens ({differences}): if their tokenizers differ, "
             "drafts will not be accepted; give both with speculative=(draft_model, draft_tokenizer, tokenizer)",
@@ -295,10 +277,8 @@ def _compare_tokens(draft: Any, target: Any) -> None:
 
 def _ids(model: Any, role: str) -> set[int]:
     """Tokens that a model's configuration and generation configuration name as its `role`."""
-    named = [getattr(config, role, None) for config in (model.config.get_text_config(), model.generation_config)]
-    return {
-        index for each in named if each is not None for index in (each if isinstance(each, (list, tuple)) else [each])
-    }
+    configs = model.config.get_text_config(), model.generation_config
+    return {token for config in configs for token in listed(getattr(config, role, None))}
 
 
 def warn_if_refused(decoding: Any, stats: Stats) -> bool:
@@ -373,7 +353,7 @@ class MixedDecoding(Decoding):
 
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> MixedDrafter:
         config, more = self.config, self.config.gamma + 2
-        model = language_model(self.draft, None, rows=rows, capacity=capacity + more, tail=2, taps=None, ops=ops)
+        model = language_model(self.draft, None, rows=rows, capacity=capacity + more, tail=2, ops=ops)
         blend = partial(mixed, config.rule, config.alpha)
         return MixedDrafter(
             model, config.gamma, blend, vocab=vocabulary(self.target), draft_vocab=vocabulary(self.draft), ops=ops
@@ -398,9 +378,7 @@ class StagedDecoding(Decoding):
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> StagedDrafter:
         gamma = self.config.gamma
         more, tail = room(len(self.drafts), gamma)
-        models = [
-            language_model(draft, None, rows=rows, capacity=capacity + more, tail=tail, taps=None, ops=ops, drafts=True)
-            for draft in self.drafts
-        ]
+        size: dict[str, Any] = {"rows": rows, "capacity": capacity + more, "tail": tail}
+        models = [language_model(draft, None, **size, ops=ops, drafts=True) for draft in self.drafts]
         vocabs = [vocabulary(draft) for draft in self.drafts]
         return StagedDrafter(models, gamma, vocab=vocabulary(self.target), vocabs=vocabs, ops=ops, process=process)

@@ -94,10 +94,6 @@ class CascadeModels:
     """The stages of a patched model's cascade, the model itself last, and what is kept between calls."""
 
     def __init__(self, config: Cascade, large: Any, patching: Patching) -> None:
-        if large.config.is_encoder_decoder:
-            raise Unsupported(
-                f"a cascade takes decoder-only models, and {type(large).__name__} is an encoder-decoder model"
-            )
         self.config, self.large = config, large
         self.stages = stage_models(config, large, patching)
         self.memory = None if config.memory is None else CacheManager(config.memory, host_budget=config.host_memory)

@@ -302,8 +302,7 @@ def fingerprint(model: nn.Module) -> Hashable:
     tensor of more than 128 KiB change places within 504 bytes. Raises `Unsupported` for weights that are not in
     memory.
     """
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    check_present(model)
+    tensors = _tensors(model)
     layout = tuple((name, tuple(each.shape), str(each.dtype), each.device.type) for name, each in tensors.items())
     places = sorted({each.device for each in tensors.values()}, key=str)
     with torch.inference_mode():
@@ -314,13 +313,17 @@ def fingerprint(model: nn.Module) -> Hashable:
 def weights_digest(model: nn.Module) -> str:
     """Text for the names, shapes, dtypes and bytes of a model's weights, the same in every process; as
     `fingerprint`."""
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    check_present(model)
     held = hashlib.sha256()
     with torch.inference_mode():
-        for name, tensor in tensors.items():
+        for name, tensor in _tensors(model).items():
             held.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {_checksum([tensor])};".encode())
     return held.hexdigest()[:16]
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name. Raises as `check_present`."""
+    check_present(model)
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def check_present(model: nn.Module) -> None:

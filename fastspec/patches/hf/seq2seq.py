@@ -21,7 +21,6 @@ from fastspec.patches.hf.compat import device_of
 from fastspec.patches.hf.config_fields import table_rows
 from fastspec.patches.hf.families import SEQ2SEQ
 from fastspec.patches.hf.model import HFModel, mask_of, plain_layouts
-from fastspec.patches.hf.modes import check_decoder
 
 
 def refuse_seq2seq(model: Any, decoding: Any, given: dict[str, Any]) -> None:
@@ -74,8 +73,7 @@ class Seq2SeqModel(HFModel):
     def __init__(
         self, model: Any, source: Source, *, rows: int, capacity: int, tail: int, ops: Ops, drafts: bool = False
     ) -> None:
-        check_decoder(model)  # a hook may have come since the patch
-        super().__init__(model, None, rows=rows, capacity=capacity, tail=tail, taps=None, ops=ops, drafts=drafts)
+        super().__init__(model, None, rows=rows, capacity=capacity, tail=tail, ops=ops, drafts=drafts)
         self.parts, self.source = SEQ2SEQ[model.config.model_type], source
         self.decoder = model.get_decoder()
         self.cross = DynamicCache()

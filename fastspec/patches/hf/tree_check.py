@@ -244,7 +244,7 @@ def _after_prompts(model: Any, adapter: Adapter | None, draw: int) -> tuple[Tens
 def _target(model: Any, adapter: Adapter | None, rows: int, tail: int) -> HFModel:
     """The model as its calls run it, on a cache that keeps what its layers see."""
     whole = (None,) * layer_count(model.config)
-    return HFModel(model, adapter, rows=rows, capacity=ROOM, tail=tail, taps=None, ops=TORCH, dropped=whole)
+    return HFModel(model, adapter, rows=rows, capacity=ROOM, tail=tail, ops=TORCH, dropped=whole)
 
 
 def _after_prompt(model: Any, adapter: Adapter | None) -> tuple[Tensor, Tensor]:
