@@ -62,11 +62,11 @@ class Autoregressive:
 class Speculative:
     """Speculative decoding with a draft model, or with the target's own first layers.
 
-    `gamma` is the number of tokens drafted a round; None drafts up to `most` tokens, as long as the draft model's
-    confidence makes one more worth its cost, and pauses where drafts do not pay. `branches` children, the draft model's
-    best, stand at every drafted position; with more than one the drafts are its most likely tokens in sampled calls
-    too. `early_exit=k` drafts with the target's own first k layers, its final norm and LM head, on its own cache: it
-    needs no draft model. Raises `Unsupported` for sizes that do not fit.
+    `gamma` is the number of tokens drafted a round; None drafts up to `most`, as long as the draft model's confidence
+    makes one more worth its cost, and pauses where drafts do not pay. `branches` children, the draft model's best,
+    stand at every drafted position; more than one are its most likely tokens in sampled calls too. `early_exit=k`
+    drafts with the target's own first k layers, final norm and LM head. Raises `Unsupported` for sizes that do not
+    fit.
     """
 
     name: ClassVar[str] = "speculative"
@@ -138,9 +138,8 @@ class Nasd:
 
 @dataclass(frozen=True, slots=True)
 class ContinuousBatch:
-    """Continuous batching: of a call's prompts `rows` are decoded at a time, and one that has ended gives its place to
-    the next; answers come in the prompts' order. `assistant` is another name or config. Raises `Unsupported` for fewer
-    rows than one, and for another `ContinuousBatch` inside."""
+    """Continuous batching: `rows` of a call's prompts are decoded at a time by another `assistant`, and one that has
+    ended gives its place to the next; answers keep the prompts' order. Raises `Unsupported` for fewer rows than one."""
 
     assistant: Assistant = "eagle3"
     rows: int = 8
@@ -204,8 +203,8 @@ class _DynamicTree:
         return TreeShape(total_tokens=total, depth=depth, top_k=top_k)
 
     def steps(self, device_type: str, rows: int = 1) -> tuple[tuple[TreeShape, ...], TreeShape]:
-        """The trees that "auto" chooses from for each of so many rows on a device of this type, ascending, and the one
-        that it begins with. A `depth` and a `top_k` that are given bound all of them."""
+        """Trees that "auto" chooses from for each of so many rows, ascending, and the one that it begins with; a
+        `depth` and a `top_k` that are given bound all."""
         kind = device_type if device_type in TREE_STEPS else "cuda"
         steps, first = TREE_STEPS[kind], for_rows(DEFAULT_TREES[kind], BATCH_TREES.get(kind, ()), rows)
         if self.depth is not None or self.top_k is not None:

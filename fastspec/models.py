@@ -66,16 +66,14 @@ def load_model(
     """(model, tokenizer), the model dense, in eval mode and on `device`; decoder-only, or an encoder-decoder model.
 
     `name` is "smollm2-135m-instruct" (from the installed package), a path ending in .gguf, a directory, or a hub id.
-    `dtype` defaults to fp32 on the CPU and bf16 elsewhere; weights packed in a GGUF are unpacked to it. `tokenizer` is
-    taken for a directory that holds none. Further options
-    go to `from_pretrained`; with a `device_map`, a quantisation or the options of `cut_over` the model stays where that
-    puts it. GPTQ and AWQ checkpoints are read without their packages (docs/guide/quantised.md), unless a quantisation
-    is given. With `packed` the experts of gpt-oss stay in MXFP4, as its files have them, and take a quarter of the
-    memory; each pass dequantises what it reads of them. None keeps them so where transformers would dequantise them
-    and the device is one that reads them the faster in 16 bits (an H200), or has too little memory for that; False, or
-    a quantisation that is given, leaves them to transformers. Transformers shows its progress bars on stderr
-    meanwhile. Raises `Unsupported` when there is no such model, and before its weights are read where the device's
-    memory is too small for them.
+    `dtype` defaults to fp32 on the CPU and bf16 elsewhere; weights of a GGUF are unpacked to it. `tokenizer` is taken
+    for a directory without one. Further options go to `from_pretrained`; with a `device_map`, a quantisation or the
+    options of `cut_over` the model stays where that puts it. GPTQ and AWQ checkpoints are read without their packages
+    (docs/guide/quantised.md). With `packed` the experts of gpt-oss stay in MXFP4, a quarter of the memory, and each
+    pass dequantises what it reads; None keeps them where transformers would dequantise them and the device reads them
+    the faster in 16 bits (an H200), or has too little memory; False, or a given quantisation, leaves them to
+    transformers. Raises `Unsupported` when there is no such model, and before its weights are read where memory is too
+    small.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedConfig

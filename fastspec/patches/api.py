@@ -236,9 +236,9 @@ def patched(
 def profile(model: Any) -> Iterator[Profile]:
     """`with fastspec.profile(model) as p:` times the parts of every round of the assisted calls in the block.
 
-    The parts are draft (EAGLE-2 and EAGLE-3: by depth), score, choose, commit, observe and host, in milliseconds;
-    `print(p)` shows a table and `p.write_trace(path)` writes a trace for Perfetto. On CUDA the times are those of
-    events in the stream, inside captured rounds too. Raises Unsupported for an unpatched model.
+    The parts are draft (EAGLE-2 and EAGLE-3: by depth), score, choose, commit, observe and host, in milliseconds, on
+    CUDA by events in the stream; `print(p)` shows a table and `p.write_trace(path)` writes a trace for Perfetto. Raises
+    Unsupported for an unpatched model.
     """
     session = patched_session(unwrapped(model), "nothing to profile before fastspec.patch(model)")
     before, session.profile = session.profile, Profile()
@@ -249,12 +249,8 @@ def profile(model: Any) -> Iterator[Profile]:
 
 
 def clear_memory(model: Any) -> None:
-    """Free the keys and values that a patched model's cascade keeps between calls (`Cascade(memory=...)`); the counts
-    go on.
-
-    A change of a stage's weights needs no such call: it is seen. Raises Unsupported for a model that is not patched, or
-    whose cascade keeps nothing.
-    """
+    """Free the keys and values that a patched model's cascade keeps between calls (`Cascade(memory=...)`), as a change
+    of weights does by itself; the counts go on. Raises Unsupported for a model whose cascade keeps nothing."""
     session = patched_session(model, "nothing to clear before fastspec.patch(model)")
     held = session.resources.get("cascade")
     if held is None or held.memory is None:

@@ -34,14 +34,12 @@ def log_probs(
 ) -> Tensor:
     """Log-probability of every token of a text after those before it, as generation has it.
 
-    input_ids and attention_mask [B, T] are texts with padding on the left, on the right or on both sides; every token
-    counts without a mask. Returns [B, T - 1] fp32: at t the log-probability of token t + 1 under the softmax of the
-    logits over `temperature`, and 0 where either of the two is padding. Nothing is drawn, no cache is kept, and there
-    are no gradients.
+    input_ids and attention_mask [B, T] are texts with padding on either side, or none without a mask. Returns [B, T -
+    1] fp32: at t the log-probability of token t + 1 under the softmax of the logits over `temperature`, and 0 where
+    either of the two is padding. Nothing is drawn or kept, and there are no gradients.
 
     The text is read in chains of nodes by the kernels of rounds. Of a model patched with `exact=True` these are the
-    bits of what `generate(..., output_logits=True)` returns for the same text; else, and in fp32, they are equal but
-    for rounding.
+    bits of what `generate(..., output_logits=True)` returns; else, and in fp32, they are equal but for rounding.
 
     Raises Unsupported for an unpatched model, an encoder-decoder, a model that reads more than tokens or that several
     processes hold, a mask with a hole, and a temperature that is not above 0.

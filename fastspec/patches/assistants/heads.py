@@ -77,14 +77,12 @@ def load_head(
     """A drafting head for `target`, bound to its embedding (and LM head where it has none), on its device and in its
     dtype.
 
-    `source` is a directory, a hub id, the name of a head of an installed package, or an `EagleHead`. Of a module a copy
-    is bound that shares its weights, which are never moved or cast. `taps`, `rope_theta`, `rope_interleaved`,
-    `norm_before_residual` and `norm_output` replace what the checkpoint says, and `own_embedding=False` takes the
-    target's embedding in place of the head's; `probe_head` finds them. Warns of what the checkpoint leaves open, and
-    was assumed, and of an adapter beside the head that the target needs and does not have.
+    `source` is a directory, a hub id, the name of a head of an installed package, or an `EagleHead`, of which a copy is
+    bound that shares its weights. `taps`, `rope_theta`, `rope_interleaved`, `norm_before_residual` and `norm_output`
+    replace what the checkpoint says, and `own_embedding=False` takes the target's embedding; `probe_head` finds them.
+    Warns of what the checkpoint leaves open, and of an adapter beside the head that the target does not have.
 
-    Raises CheckpointError for a source that cannot be found, a checkpoint that cannot be read, and a head that does not
-    fit the target.
+    Raises CheckpointError for a source that cannot be found or read, and a head that does not fit the target.
 
     >>> head = load_head("smollm2-135m-instruct", model)                                     # doctest: +SKIP
     >>> read = probe_head("path/or/hub-id", model)[0].overrides()                            # doctest: +SKIP

@@ -28,17 +28,15 @@ class Grammar(LogitsProcessor):  # type: ignore[misc]
         grammar = fastspec.Grammar(tokenizer, json_schema={"type": "object", ...})
         model.generate(**inputs, assistant="eagle3", logits_processor=[grammar])
 
-    One of four says what an answer may be: `json_schema`, a schema as a dict or its JSON text; `regex`, a regular
-    expression that all of it matches; `choice`, a list of texts; `ebnf`, a grammar in GBNF (`root ::= ...`) or Lark
-    (`start: ...`). The end token comes where the grammar allows the answer to end, and is the only one left where
-    nothing may follow. `end_tokens` are the token or tokens that end an answer (None: the tokenizer's).
+    One of four says what an answer may be: `json_schema`, a dict or its JSON text; `regex`, which all of it matches;
+    `choice`, a list of texts; `ebnf`, a grammar in GBNF (`root ::= ...`) or Lark (`start: ...`). An end token, one of
+    `end_tokens` (None: the tokenizer's), comes where the answer may end, and is the only one left where nothing may
+    follow.
 
     With an assistant every call begins anew, whichever threads share the grammar. Plain decoding tells a processor of
-    no call's start: there a call goes on in the grammar whose prompt is the text of the thread's last call with one
-    token more.
+    no call's start: there a call goes on whose prompt is the text of the thread's last call with one token more.
 
-    Raises Unsupported for a grammar that llguidance cannot compile, for a tokenizer that it cannot read, and where it
-    is not installed.
+    Raises Unsupported for a grammar that llguidance cannot compile, a tokenizer that it cannot read, and without it.
     """
 
     def __init__(

@@ -189,9 +189,9 @@ class Processing:
     """Processors of a call, read once, in the form that rounds apply.
 
     `process` maps scores [R, V] of any nodes where no processor looks at the history, `process_at` those of some rows
-    with their prefixes where one does. `settings` are all that the processors do, where the call samples, nobody asks
-    for processed scores and no token is masked. A `grammar` that comes before processors that look at no history is
-    none of these: it masks the logits of a whole tree.
+    with their prefixes where one does. `settings` are all that processors do in a sampled call whose processed scores
+    nobody asks for. A `grammar` before processors that look at no history is apart: it masks the logits of a whole
+    tree.
     """
 
     processors: lp.LogitsProcessorList
@@ -312,9 +312,9 @@ class Streaming:
 
 
 class StreamedRound(NamedTuple):
-    """Tokens that a round gave to one prompt, of its `drafted` draft tokens those that are among them, and the
-    log-probabilities and the draft tree where they are asked for; a prompt that takes no drafts has no tree, nor has
-    its first token. `cached` are the prompt's tokens that were not read, since a row had read them."""
+    """Tokens that a round gave to one prompt, how many of its `drafted` ones are among them, and log-probabilities and
+    draft tree where they are asked for, the latter but for a first token or without drafts. `cached` tokens of the
+    prompt were not read."""
 
     tokens: list[int]
     accepted: int = 0
@@ -346,11 +346,9 @@ class RoundStreamer(ABC):
 
 
 class PlainSteps:
-    """Plain `generate`'s treatment of a step's logits, in its order: processors, choice, padding, criteria, streamer.
-
-    ids [B, T] are the prompts as `generate` has them. A sampled token is drawn as `generate` draws it, so that a seed
-    gives its tokens. `scores` and `logits` hold a tensor [B, V] per step, where the call asks for them.
-    """
+    """Plain `generate`'s treatment of a step's logits, in its order: processors, choice, padding, criteria, streamer;
+    its draws too, so that a seed gives its tokens. ids [B, T] are the prompts as `generate` has them, `scores` and
+    `logits` a tensor [B, V] per step where the call asks for them."""
 
     def __init__(self, ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any) -> None:
         self.ids, self.processors, self.criteria, self.streamer = ids, processors, criteria, streamer

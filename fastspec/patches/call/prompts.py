@@ -84,12 +84,10 @@ def sees_ahead(model: Any, adapter: Adapter | None) -> bool:
 
 def position_shift(model: Any, ids: Tensor, keep: Tensor, model_kwargs: dict[str, Any]) -> Tensor | None:
     """Distance between the position of the token after a prompt and the number of tokens before it, [B] int64; None for
-    a model that reads nothing but tokens, whose positions count them.
+    a model that reads nothing but tokens. keep [B, T] bool tells which tokens are real.
 
-    keep [B, T] bool tells which tokens are real. A grid of image tokens takes fewer positions than it has tokens, or
-    more, and some models count from one. Every new token is one further than the last of the prompt, whose position the
-    model prepares for the first pass; one that prepares none counts padding too, which shows in the keys that a cache
-    keeps.
+    A grid of image tokens takes fewer positions than it has tokens, or more, and some models count from one. Every new
+    token is one further than the prompt's last, whose position the model prepares; without any, padding counts too.
     """
     padding = (~keep).sum(1)
     if counts_padding(model) and bool(padding.any()):
@@ -164,13 +162,9 @@ INSTEAD = "pass the whole text of every row, padded on the left alone, without a
 
 
 def refuse_holes(model: Any, keep: Tensor, past: int, limit: int, dropped: Sequence[Span | None]) -> None:
-    """Raise Unsupported for a mask keep [B, past + T] bool with holes under which plain decoding sees other tokens than
-    it would without padding, in a call of up to `limit` new tokens on a cache of `past`; `dropped` are those of
-    `HFModel`.
-
-    Plain decoding counts slots: padding in the middle of a text fills up windows and chunks, and a recurrent state
-    decays over it.
-    """
+    """Raise Unsupported for a mask keep [B, past + T] bool with holes under which plain decoding, which counts slots,
+    sees other tokens than without: they fill up windows and chunks, and a recurrent state decays over them. The call
+    has up to `limit` new tokens on a cache of `past`; `dropped` are those of `HFModel`."""
     first = keep.int().argmax(1, keepdim=True)
     holes = ~keep & (torch.arange(keep.shape[1], device=keep.device) > first)
     rows = holes.any(1).nonzero()[:, 0].tolist()

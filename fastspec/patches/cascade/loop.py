@@ -205,8 +205,8 @@ class CascadeModels:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdaptiveCascade:
-    """The cascade of one call. With `on_answer` every row goes through every stage, each of whose answers it is given;
-    `assistant` replaces the stages' own. `reuse=False` lets every stage answer from scratch, to compare with."""
+    """The cascade of one call. With `on_answer` every row goes through every stage, and it is given each answer;
+    `assistant` replaces the stages' own, and with `reuse=False` every stage answers from scratch."""
 
     models: CascadeModels
     config: Cascade

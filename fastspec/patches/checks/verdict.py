@@ -45,11 +45,7 @@ def mode() -> str:
 
 def self_check(ops: Ops, dtype: torch.dtype, device: torch.device, drafts: type[EagleDrafter] | None = None) -> None:
     """Check a backend's kernels in a dtype on a device, where that was not done; with `drafts` that drafter's phase
-    alone.
-
-    Raises FastSpecError with the names of kernels that differ from their references. Nothing else runs in their
-    place.
-    """
+    alone. Raises FastSpecError with the names of kernels that differ; nothing else runs in their place."""
     wanted = mode()
     if wanted == "never" or ops.name not in ("triton", "cpp") or (ops.name == "cpp" and dtype not in ENDINGS):
         return

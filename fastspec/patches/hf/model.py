@@ -69,19 +69,16 @@ def _check_depth(model: Any, depth: int) -> None:
 
 class HFModel(Target):
     """The target of one generate call: `rows` sequences of at most `capacity` tokens, and `tail` nodes of a tree behind
-    them.
+    them. With an adapter the layers' modules are called in a plain loop, without one the model's forward as it is, with
+    a 4-D mask and a cache that writes into the same buffers.
 
-    `taps` are indices into transformers' hidden_states; () gives the last hidden state after the final norm; None
-    leaves the features empty. With `before_norm` a tap after the last layer is before the final norm. With an adapter
-    the layers' own modules are called in a plain loop; without one the model's forward runs as it is, with a 4-D mask
-    and a cache that writes into the same buffers.
-
-    With `drafts` its tokens are nothing but drafts: texts may go past what the model reads exactly. Where it is
-    `bounded`, layers that see a span of the text keep no more of it than that. With `likeliest` nobody reads more of
-    the logits than the likeliest tokens, see `Target.score`. Buffers have `first` slots at first, see `SequenceState`.
-    `dropped` is what transformers' cache of the call leaves of layers that see the whole text (None: that of the
-    model's own cache): a prompt's tokens see all of the text, and nodes that span. `early` = (target, k) makes the
-    target's own first k layers, its final norm and its LM head a model on the target's cache.
+    `taps` are indices into transformers' hidden_states, the last one before the final norm if `before_norm`; () gives
+    the last hidden state after it, None no features. With `drafts` texts may go past what the model reads exactly.
+    Where it is `bounded`, layers keep no more of a text than the span that they see. With `likeliest` nobody reads more
+    of the logits, see `Target.score`. `first` is that of `SequenceState`. `dropped` is what transformers' cache of the
+    call leaves of layers that see the whole text (None: that of the model's own cache): a prompt's tokens see all of
+    it, and nodes that span. `early` = (target, k) makes the target's first k layers, final norm and LM head a model on
+    its cache.
     """
 
     def __init__(

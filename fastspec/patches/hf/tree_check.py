@@ -58,12 +58,10 @@ MORE = 2
 ROOM = LENGTHS[0] + len(PATHS[0]) + 3 + MORE
 LEAVES = (6, 7, 8), (1, 3)
 BOUNDS = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.25}
-"""By dtype, how far logits may be apart: the root mean square of the difference, in standard deviations of a node's
-logits.
+"""By dtype, how far logits may be apart: root mean square of the difference, in standard deviations of a node's.
 
-A layer rounds its sums some ten times. Roundings add up like a random walk: in 100 layers to about 1000**0.5 = 30 units
-of the last place, 4e-6 in fp32, 0.03 in fp16 and 0.25 in bf16. Texts that differ in what is attended to differ by 0.1
-to 1.4 standard deviations.
+A layer rounds its sums some ten times, and roundings add up like a random walk: in 100 layers to about 1000**0.5 = 30
+units of the last place, 4e-6 in fp32, 0.03 in fp16 and 0.25 in bf16. Other texts differ by 0.1 to 1.4.
 """
 WHOLE = (torch.float64, torch.float32)
 """Dtypes in which every node must agree; in others the median, since rounding may choose another expert."""
@@ -73,13 +71,12 @@ _VERDICTS: dict[Any, bool] = {}
 
 def check_trust(model: Any, *, reads_source: bool = False, adapter: Adapter | None = None) -> bool:
     """Raise Unsupported unless fastspec scores trees as the model scores texts: once per class, configuration, dtype
-    and versions, and anew after a check that could not say so.
+    and versions, and anew after a check that could not say so. True where a pass of fastspec's may read a prompt in
+    place of the model's own: PaliGemma's tokens see the whole of a prompt without padding.
 
-    With `reads_source` the model has an encoder, and its decoder is checked; `adapter` is that of a decoder inside the
-    model. The model, its modes and hooks, and the global generators of random numbers are left as they were. Nothing
-    runs where its attention takes no masks: torch's flex attention on the CPU reads past the end of one. True where a
-    pass of fastspec's over a prompt may take the place of the model's own: PaliGemma's tokens see the whole of a prompt
-    that has no padding.
+    With `reads_source` the decoder behind an encoder is checked; `adapter` is that of a decoder inside the model.
+    Model, hooks and global generators are left as they were. Nothing runs where attention takes no masks: torch's flex
+    attention on the CPU reads past the end of one.
     """
     if adapter is None:
         check_masks(model)  # its attention may have changed since `patch`

@@ -185,15 +185,13 @@ def tune(
     """Measure the launches of a patched model's kernels on this GPU, and use the fastest from now on, in later
     processes too.
 
-    The shapes are those that short calls of `rows` prompts of up to `length` tokens ask for, by every assistant that
-    the model is patched with. Every launch is held against the reference before it is timed; one that computes
-    something else, or does not run, is refused. What reads most is measured first, until `minutes` have passed. The
-    winners are then tried in calls behind `length` tokens, and those dropped that make these slower: kind by kind,
-    however long that takes, and of a kind that does one by one, while half of the minutes more have not passed. The
-    others are kept in the cache folder, for this device, these shapes and dtypes, and the versions of torch, triton and
-    fastspec. `told` is called with (places that are done, of how many). Where several processes hold the model together
-    all of them call this; the first one measures, and calls `told`, and all use what it found. Raises Unsupported for
-    an unpatched model, and for one that runs without kernels.
+    The shapes are those of short calls of `rows` prompts of up to `length` tokens, by every assistant of the patch.
+    Every launch is held against the reference before it is timed; what reads most is measured first, until `minutes`
+    have passed. Winners that make calls behind `length` tokens slower are dropped: kind by kind, and of such a kind one
+    by one, while half of the minutes more have not passed. The others are kept in the cache folder, for this device,
+    these shapes and dtypes, and the versions of torch, triton and fastspec. `told` is called with (places that are
+    done, of how many). Of processes that hold the model together, all call this, the first measures, and all use what
+    it found. Raises Unsupported for an unpatched model, and for one that runs without kernels.
     """
     model = unwrapped(model)
     session = patched_session(model, "fastspec.patch(model) comes before fastspec.tune(model)")
