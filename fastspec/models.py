@@ -69,9 +69,9 @@ def load_model(
     `dtype` defaults to fp32 on the CPU and bf16 elsewhere; weights of a GGUF are unpacked to it. `tokenizer` is taken
     for a directory without one. Further options go to `from_pretrained`; with a `device_map`, a quantisation or the
     options of `cut_over` the model stays where that puts it. GPTQ and AWQ checkpoints are read without their packages
-    (docs/guide/quantised.md). With `packed` the experts of gpt-oss stay in MXFP4, a quarter of the memory, and each
-    pass dequantises what it reads; None keeps them where transformers would dequantise them and the device reads them
-    the faster in 16 bits (an H200), or has too little memory; False, or a given quantisation, leaves them to
+    (docs/guide/quantised.md), unless a quantisation is given. With `packed` the experts of gpt-oss stay in MXFP4, a
+    quarter of the memory, and each pass dequantises what it reads; None keeps them where transformers would dequantise
+    them and the device reads them the faster in 16 bits (an H200), or has too little memory; False leaves them to
     transformers. Raises `Unsupported` when there is no such model, and before its weights are read where memory is too
     small.
     """

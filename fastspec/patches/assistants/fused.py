@@ -115,21 +115,11 @@ class FusedDrafter(EagleDrafter):
 
     def _grow(self, extent: int) -> tuple[Tensor, Tensor, Tensor]:
         """`EagleDrafter._grow`, by one launch that feeds the pairs that wait first."""
+        pairs = self.pair_tokens, self.pair_features, self.pair_counts
+        cache = self.attention.k[0], self.attention.v[0], self.state.lengths
         out = self.growth.scores, self.growth.tokens, self.growth.parents
         return self.draft(
-            self.weights,
-            self.space,
-            self.pair_tokens,
-            self.pair_features,
-            self.pair_counts,
-            self.last,
-            self.readout,
-            self.attention.k[0],
-            self.attention.v[0],
-            self.state.lengths,
-            *self.tables,
-            self.state.bound,
-            out,
+            self.weights, self.space, *pairs, self.last, self.readout, *cache, *self.tables, self.state.bound, out
         )
 
 

@@ -8,13 +8,10 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-from transformers.generation.logits_process import LogitsProcessorList
-
 from fastspec.errors import Unsupported
 from fastspec.patches.assistants.registry import chosen, resolve
 from fastspec.patches.call.call import Call
-from fastspec.patches.call.plan import Prepared, plan_call
+from fastspec.patches.call.plan import Prepared, custom_loop, plan_call
 from fastspec.patches.call.ranks import ranks_of, refuse_beside
 from fastspec.patches.call.refusals import refuse_arguments, refuse_overrides, refuse_plain_padding, refuse_prepared
 from fastspec.patches.call.shared_out import LocalCall, SynchronizedCall
@@ -88,7 +85,7 @@ def generate(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> A
         with session.turn.taken(device_of(self)):
             decode = partial(_decode, session, decoding, given, named, step, begun)
             try:
-                return original(**{**own_stop_strings(self, given), "custom_generate": decode})
+                return original(**{**own_stop_strings(self, given), "custom_generate": custom_loop(decode)})
             finally:
                 if not session.captured:
                     drop_capturing_hooks(self)  # a model that has them cannot be pickled
@@ -108,12 +105,7 @@ def _decode(
     step: LocalCall,
     begun: float,
     model: Any,
-    input_ids: Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: Any,
-    generation_config: Any,
-    streamer: Any = None,
-    **model_kwargs: Any,
+    made: Prepared,
 ) -> Any:
     """Function that `generate` calls in place of its own loop, with what it has made of its arguments."""
     # here and not before: a streamer was given the prompt, and a subclass may have prepared the model in its own way
@@ -122,9 +114,8 @@ def _decode(
     if session.pack(model, mode, ops):
         mode = session.mode(model)  # where the weights lie now is in the key of the call's engine
     session.tell_mode(mode)
-    made = Prepared(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
     try:
-        refuse_prepared(generation_config, model_kwargs, model.config.is_encoder_decoder)
+        refuse_prepared(made.config, made.inputs, model.config.is_encoder_decoder)
         call = Call(plan_call(model, session, decoding, given, made, mode, ops), begun)
         refused = None
     except Unsupported as reason:

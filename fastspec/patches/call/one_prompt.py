@@ -29,6 +29,7 @@ from fastspec.generation.engine.open_batch import Rule
 from fastspec.generation.tree import DraftTree
 from fastspec.generation.verify import drawn_seed, measure, top_logprobs
 from fastspec.patches.call.grammar import Grammar, GrammarState
+from fastspec.patches.call.plan import Prepared, custom_loop
 from fastspec.patches.call.processors import (
     FILTERS,
     Ending,
@@ -293,16 +294,10 @@ class PreparedPrompt:
 
 
 def _made(
-    streamer: Any,
-    seed: int | None,
-    ids: Tensor,
-    keep: Tensor,
-    processors: LogitsProcessorList,
-    criteria: Any,
-    config: Any,
-    agreed: Callable[[Any], Any] | None,
+    streamer: Any, seed: int | None, keep: Tensor, made: Prepared, agreed: Callable[[Any], Any] | None
 ) -> PreparedPrompt:
     """A prompt of what `generate` has prepared."""
+    ids, processors, criteria, config, _ = made
     if len(ids) != 1:
         raise Unsupported(f"a prompt of an open batch is one row, and this call has {len(ids)}: submit them one by one")
     if config.return_dict_in_generate:
@@ -391,41 +386,34 @@ def prepare(
     _refuse_processors(model, given)
     told, mask = given.get("streamer"), given.get("attention_mask")  # a custom loop is not handed the streamer
 
-    def custom(
-        model: Any,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: Any,
-        generation_config: Any,
-        streamer: Any = None,
-        **model_kwargs: Any,
-    ) -> PreparedPrompt:
-        refuse_prepared(generation_config, model_kwargs)
-        inputs = besides_tokens(model_kwargs)
+    def read(model: Any, made: Prepared) -> PreparedPrompt:
+        refuse_prepared(made.config, made.inputs)
+        inputs = besides_tokens(made.inputs)
         if inputs:
             raise Unsupported(
                 f"an open batch takes prompts of tokens alone, without {', '.join(sorted(inputs))}: ask generate"
             )
-        ids = input_ids.to(device, copy=True)
-        keep = real_tokens(model, ids, mask, generation_config, 0)
+        made = made._replace(ids=made.ids.to(device, copy=True))
+        ids, config = made.ids, made.config
+        keep = real_tokens(model, ids, mask, config, 0)
         refuse_prompts(model, ids, keep, 0)
         _check_tokens(model, ids[keep])
-        shift = position_shift(model, ids, keep, model_kwargs)
+        shift = position_shift(model, ids, keep, made.inputs)
         if shift is not None and bool(shift.any()):
             raise Unsupported(
                 f"{type(model).__name__} does not count positions from 0, as an open batch does: ask generate"
             )
-        single = _made(told, seed, ids, keep, logits_processor, stopping_criteria, generation_config, agreed)
+        single = _made(told, seed, keep, made, agreed)
         dropped = dropped_spans(model)
         refuse_holes(model, keep, 0, single.limit, dropped)
-        refuse_seen_padding(model, keep, 0, None, generation_config)
-        refuse_dropped(model, None, 0, generation_config, dropped)
-        rule = single.rule
+        refuse_seen_padding(model, keep, 0, None, config)
+        refuse_dropped(model, None, 0, config, dropped)
         fits = asked is not None and given["generation_config"].max_new_tokens == single.limit
-        if known is not None and asked is not None and fits and settles(logits_processor, stopping_criteria):
-            known.keep(PreparedSettings(asked, single.ends, replace(rule, constraint=None), position_rows(model)))
+        if known is not None and asked is not None and fits and settles(made.processors, made.criteria):
+            rule = replace(single.rule, constraint=None)
+            known.keep(PreparedSettings(asked, single.ends, rule, position_rows(model)))
         return single
 
-    made = original(**{**own_stop_strings(model, given), "custom_generate": custom})
-    assert isinstance(made, PreparedPrompt)
-    return made
+    single = original(**{**own_stop_strings(model, given), "custom_generate": custom_loop(read)})
+    assert isinstance(single, PreparedPrompt)
+    return single

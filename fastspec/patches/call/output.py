@@ -65,10 +65,8 @@ def _stand(plan: Plan, target: HFModel, tokens: list[list[int]]) -> None:
     elif not torch.equal(target.lengths, wanted):
         real = text.new_keep
         ids = text.ids[:, -real.shape[1] :]
-        texts = [
-            torch.cat((row[shown], row.new_tensor(more[:-1])))
-            for row, shown, more in zip(ids, real, tokens, strict=True)
-        ]
+        rows = zip(ids, real, tokens, strict=True)
+        texts = [torch.cat((row[shown], row.new_tensor(more[:-1]))) for row, shown, more in rows]
         target.open(int(wanted.max()))
         if text.shift is not None:
             target.move(text.shift)

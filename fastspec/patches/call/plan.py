@@ -3,8 +3,8 @@ output."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -142,6 +142,23 @@ class Prepared(NamedTuple):
     inputs: dict[str, Any]
 
 
+def custom_loop(run: Callable[[Any, Prepared], Any]) -> Callable[..., Any]:
+    """Value of `custom_generate` by which `generate` hands `run` the model and what it has prepared, not a streamer."""
+
+    def loop(
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: Any,
+        generation_config: Any,
+        streamer: Any = None,
+        **inputs: Any,
+    ) -> Any:
+        return run(model, Prepared(input_ids, logits_processor, stopping_criteria, generation_config, inputs))
+
+    return loop
+
+
 def plan_call(
     model: Any,
     session: PatchSession,
@@ -153,10 +170,9 @@ def plan_call(
 ) -> Plan:
     """The plan of a call; `given` holds the user's arguments by name. Raises Unsupported for what cannot be
     combined."""
-    ids, processors, criteria, config, model_kwargs = made
+    ids, processors, criteria, config, _ = made
     asked = assistant if isinstance(assistant, Continued) else Continued(assistant)
-    device, ranks = device_of(model), ranks_of(model)
-    text = _read_text(model, given, ids.to(device), config, model_kwargs, asked.rows is not None, mode)
+    ranks, text = ranks_of(model), _read_text(model, given, made, asked.rows is not None, mode)
     decoding: Decoding = asked.decoding if text.source is None else asked.decoding.reading(text.source)
     shown = text.keep.cpu()  # once: each look at the device's own would wait for it
     refuse_prompts(model, text.ids, shown, text.past_length)
@@ -188,7 +204,8 @@ def plan_call(
     wanted = bool(config.return_dict_in_generate) and steps is None
     scored = bool(wanted and config.output_scores)
     processing = read_processors(processors, text.ids, bool(config.do_sample), scored=scored)
-    processing = processing if steps is None else processing.in_lockstep(mixes=mixes)
+    if steps is not None:  # which apply them; drafts are not drawn, but a mixture processes both distributions
+        processing = replace(processing, process=processing.process if mixes else None, process_at=None)
     pad = int(padding) if (padding := getattr(config, "_pad_token_tensor", None)) is not None else 0
     streaming = Streaming(streamer, len(prompts), pad) if streamer is not None else None
     emits = streaming is not None and (steps is None or steps.streamer is None)
@@ -234,15 +251,8 @@ def plan_call(
     )
 
 
-def _read_text(
-    model: Any,
-    given: dict[str, Any],
-    ids: Tensor,
-    config: Any,
-    model_kwargs: dict[str, Any],
-    continuous: bool,
-    mode: Mode,
-) -> Text:
+def _read_text(model: Any, given: dict[str, Any], made: Prepared, continuous: bool, mode: Mode) -> Text:
+    ids, config, model_kwargs = made.ids.to(device_of(model)), made.config, made.inputs
     cache, layers = model_kwargs.get(CACHE), model.config.get_text_config().num_hidden_layers
     handed_in = given_cache(given) is not None  # the cache is the user's own, to be filled in place
     if handed_in and not model.config.is_encoder_decoder:

@@ -6,7 +6,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -231,11 +231,6 @@ class Processing:
             tuple((name, plain_value(value)) for name, value in sorted(vars(p).items())) for p in self.after_grammar
         ]
         return tuple(zip(map(type, self.after_grammar), settings, strict=True))
-
-    def in_lockstep(self, *, mixes: bool) -> Processing:
-        """The same where plain decoding's steps apply them: no draft is drawn, which would take random numbers; a
-        mixture still processes both distributions."""
-        return replace(self, process=self.process if mixes else None, process_at=None)
 
 
 def read_processors(

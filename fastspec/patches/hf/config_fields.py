@@ -83,10 +83,8 @@ def kept_by(config: Any) -> list[int]:
     first = layers - (_setting(config, "num_kv_shared_layers") or 0)
     if kinds is None:
         return list(range(layers))
-    return [
-        layer if layer < first else max(each for each in range(first) if kinds[each] == kinds[layer])
-        for layer in range(layers)
-    ]
+    last = {kinds[layer]: layer for layer in range(first)}  # of its kind
+    return [layer if layer < first else last[kinds[layer]] for layer in range(layers)]
 
 
 RECURRENT = "linear_attention"

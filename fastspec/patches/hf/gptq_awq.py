@@ -152,18 +152,12 @@ class PackedLinear(nn.Linear):
     g_idx: nn.Parameter | None
 
     def __init__(
-        self,
-        layout: Layout,
-        bits: int,
-        group_size: int,
-        in_features: int,
-        out_features: int,
-        tensors: Mapping[str, Tensor],
+        self, layout: Layout, bits: int, group_size: int, depth: int, channels: int, tensors: Mapping[str, Tensor]
     ) -> None:
         """`tensors` are those of the file, bias [M] among them; on the meta device they are yet to be loaded."""
         nn.Module.__init__(self)
         self.layout, self.bits, self.group_size = layout, bits, group_size
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features, self.out_features = depth, channels
         for name in (*TENSORS, "bias"):
             held = tensors.get(name)
             self.register_parameter(name, None if held is None else nn.Parameter(held, requires_grad=False))
@@ -333,8 +327,7 @@ def _packed_layer(
         size = named
     if not 0 < groups <= depth or -(-depth // size) != groups:
         raise Unsupported(f"{groups} groups do not fit {depth} input channels")
-    meta = {
-        name: torch.empty(header.shape, dtype=FLOATS.get(header.dtype, torch.int32), device="meta")
-        for name, header in own.items()
-    }
+    meta = {}
+    for name, header in own.items():
+        meta[name] = torch.empty(header.shape, dtype=FLOATS.get(header.dtype, torch.int32), device="meta")
     return PackedLinear(layout, int(bits), size, depth, count, meta)

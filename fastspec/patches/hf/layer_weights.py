@@ -70,9 +70,8 @@ def reads_packed(model: Any) -> bool:
 def keeps_activations(model: Any) -> bool:
     """True of quantised weights that are read as stored, where no layer's own forward rounds activations."""
     held = [(row, module) for module in model.modules() if (row := format_of(module)) is not None]
-    return any(not isinstance(read(module), str) for _, module in held) and not any(
-        row.rounds(each) for row, each in held
-    )
+    stored = any(not isinstance(read(module), str) for _, module in held)
+    return stored and not any(row.rounds(each) for row, each in held)
 
 
 def told_formats(model: Any, stored: bool) -> tuple[dict[str, int], dict[str, int]]:

@@ -173,10 +173,8 @@ class HFModel(Target):
         kinds = rotary_kinds(parts, layers, self.model.config.get_text_config())
         self.kinds = tuple(dict.fromkeys(kinds))
         places, keys = self.state.places, self.layout_keys
-        self.layers = [
-            layer_parts(parts, layer, ops, *places[index], layout=keys[index], rotary=kinds[index])
-            for index, layer in enumerate(layers)
-        ]
+        for layer, place, key, kind in zip(layers, places, keys, kinds, strict=False):
+            self.layers.append(layer_parts(parts, layer, ops, *place, layout=key, rotary=kind))
         named = [getattr(self.model.config, name, None) for name in parts.hides] if self.shift is not None else []
         named = [token for token in named if token is not None]
         self.hidden_tokens = torch.tensor(named, device=self.lengths.device) if named else None
@@ -268,13 +266,12 @@ class HFModel(Target):
         extent = self.reserve(extent)
         nodes, lengths = tree.tokens.shape[1], self.state.lengths
         layouts = self._layouts(lengths, tree.ancestors, nodes, extent + nodes, tree.depths)
-        positions, slots, embedded = self.ops.tree_input(
-            tree.tokens, tree.depths, lengths, self._positions() - 1, self._table()
+        last, table = self._positions() - 1, self._table()
+        positions, slots, embedded = self.ops.tree_input(tree.tokens, tree.depths, lengths, last, table)
+        at = self._shifted(positions), self._wrapped(slots)
+        return self._forward(
+            tree.tokens, Nodes(self.tables, *at, layouts, tree.parents, tree.ancestors), None, embedded
         )
-        nodes_at = Nodes(
-            self.tables, self._shifted(positions), self._wrapped(slots), layouts, tree.parents, tree.ancestors
-        )
-        return self._forward(tree.tokens, nodes_at, None, embedded)
 
     def _wrapped(self, slots: Tensor) -> dict[int | None, Tensor]:
         """Slots [B, N] by how many a state goes round in."""

@@ -91,9 +91,10 @@ def dequantises(config: Any, device: str) -> bool:
 
 def quantisation_of(config: Any) -> Any:
     """The `quantization_config` of a model or of its decoder, or None."""
-    return getattr(config, "quantization_config", None) or getattr(
-        config.get_text_config(decoder=True), "quantization_config", None
+    whole, decoder = (
+        getattr(each, "quantization_config", None) for each in (config, config.get_text_config(decoder=True))
     )
+    return whole or decoder
 
 
 def refuse_missing(missing: Sequence[str]) -> None:

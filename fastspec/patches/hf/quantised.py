@@ -118,9 +118,8 @@ def _compressed(module: Any) -> Read:
         return f"the weight is {codes.dtype}: compressed-tensors has unpacked it"
     kind: Codes = PLAIN_CODES[codes.dtype] if packed is None else PACKED_CODES[args.num_bits]
     count, depth, strategy = module.out_features, module.in_features, args.strategy
-    block = {"tensor": (count, depth), "channel": (1, depth), "group": (1, args.group_size)}.get(
-        strategy, tuple(args.block_structure or ())
-    )
+    blocks = {"tensor": (count, depth), "channel": (1, depth), "group": (1, args.group_size)}
+    block = blocks.get(strategy, tuple(args.block_structure or ()))
     if len(block) != 2:
         return f"scales of strategy {strategy!r} are not read"
     grid, scales = (-(-count // block[0]), -(-depth // block[1])), scales.detach()

@@ -17,27 +17,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from fastspec.patches.hf.compat import autocast_region
 from fastspec.patches.hf.config_fields import attention_name
 
-KNOWN = frozenset(
-    {
-        "transformers",
-        "torch",
-        "torchvision",
-        "accelerate",
-        "kernels",
-        "huggingface_hub",
-        "typing_extensions",
-        "numpy",
-        "scipy",
-        "PIL",
-        "timm",
-        "einops",
-        "causal_conv1d",
-        "fla",
-        "flash_attn",
-        "mamba_ssm",
-        *sys.stdlib_module_names,
-    }
-)
+OWN = ("transformers", "torch", "torchvision", "accelerate", "kernels", "huggingface_hub", "typing_extensions")
+OTHERS = ("numpy", "scipy", "PIL", "timm", "einops", "causal_conv1d", "fla", "flash_attn", "mamba_ssm")
+KNOWN = frozenset((*OWN, *OTHERS, *sys.stdlib_module_names))
 """Packages whose functions transformers' modelling files import."""
 CLASSES: tuple[tuple[type[nn.Module], tuple[str, ...]], ...] = (
     (nn.Module, ("__call__", "_call_impl")),

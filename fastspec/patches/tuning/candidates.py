@@ -102,10 +102,8 @@ def _of_rows(op: str, rows: int, channels: int, depth: int, on_hopper: bool) -> 
     ]
     found += [Launch(64, 128, 4, stages, tma=True, pdl=True) for stages in (3, 4)]
     if on_hopper:
-        found += [
-            HopperLaunch(64, deep, stages, min(ahead, stages))
-            for deep, stages, ahead in product((64, 128), (4, 6), (2, 4))
-        ]
+        ways = product((64, 128), (4, 6), (2, 4))
+        found += [HopperLaunch(64, deep, stages, min(ahead, stages)) for deep, stages, ahead in ways]
         found += [HopperLaunch(64, 128, 8, 2)] if op == "linear" and rows <= 16 else []
     return found
 
