@@ -203,8 +203,7 @@ class _DynamicTree:
         return TreeShape(total_tokens=total, depth=depth, top_k=top_k)
 
     def steps(self, device_type: str, rows: int = 1) -> tuple[tuple[TreeShape, ...], TreeShape]:
-        """Trees that "auto" chooses from for each of so many rows, ascending, and the one that it begins with; a
-        `depth` and a `top_k` that are given bound all."""
+        """Trees that "auto" chooses from for each of so many rows, within `depth` and `top_k`, and the first."""
         kind = device_type if device_type in TREE_STEPS else "cuda"
         steps, first = TREE_STEPS[kind], for_rows(DEFAULT_TREES[kind], BATCH_TREES.get(kind, ()), rows)
         if self.depth is not None or self.top_k is not None:

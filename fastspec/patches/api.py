@@ -210,8 +210,7 @@ def patched(
     stored: bool | None = None,
     head_bits: HeadBits | None = None,
 ) -> Iterator[Model]:
-    """`with fastspec.patched(model, eagle3=...) as model:` patches for the length of the block, exceptions included;
-    the arguments are those of `patch`."""
+    """`with fastspec.patched(model, eagle3=...) as model:` patches for the block; arguments as for `patch`."""
     patch(
         model,
         eagle=eagle,

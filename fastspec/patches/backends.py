@@ -1,5 +1,4 @@
-"""Backends, the kernels that a model gets, named once, at `patch` time; and lines on stderr about what a call waits
-for."""
+"""Backends, the kernels that a model gets, named once, at `patch` time; and lines about what a call waits for."""
 
 from __future__ import annotations
 

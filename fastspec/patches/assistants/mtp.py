@@ -165,8 +165,7 @@ def new_mtp(model: PreTrainedModel) -> MtpHead:
 
 
 def saved_mtp(head: MtpHead) -> dict[str, Tensor]:
-    """The tensors of an MTP head by the names that Qwen's checkpoints have, in bfloat16. Raises Unsupported for a form
-    that these names cannot tell."""
+    """Tensors of an MTP head by the names of Qwen's checkpoints, bfloat16. Raises Unsupported for another form."""
     faults = {
         "has no norm before the LM head": head.norm is None,
         "reads states before the target's final norm": head.config.last_tap_before_norm,
@@ -249,8 +248,7 @@ def _found(where: str, num_layers: int, revision: str | None) -> tuple[MtpForm, 
 
 
 def inspect_mtp(source: str | Path) -> list[tuple[str, str]] | None:
-    """What the MTP layer of a model's checkpoint is and how it is read, to print; None where `source` is no model's
-    checkpoint, or has none."""
+    """What the MTP layer of a model's checkpoint is and how it is read, to print; None without any."""
     try:
         check_hub(str(source))
         kind, layers = _described(str(source))
@@ -283,8 +281,7 @@ def _renamed(form: MtpForm, key: str) -> str:
 
 
 def _described(where: str) -> tuple[str, int]:
-    """Type and number of layers of the language model in a checkpoint, by its config.json as it stands: transformers
-    refuses many a head's. Raises ValueError where it has neither."""
+    """Type and number of layers of a checkpoint's language model, by its config.json. Raises ValueError without."""
     folder = Path(where).expanduser()
     path = folder / "config.json" if folder.is_dir() else Path(_needed(where, "config.json", None))
     raw = files.parse_json(path.read_text(encoding="utf-8"))
@@ -296,8 +293,7 @@ def _described(where: str) -> tuple[str, int]:
 
 
 def _together(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Experts that are stored one by one, as the layers of transformers hold them: all in one tensor, gate before
-    up."""
+    """The tensors with experts that are stored one by one all in one, gate before up, as transformers has them."""
     apart = {key: (found[1], int(found[2]), found[3]) for key in state if (found := EXPERT.match(key)) is not None}
     merged = {key: tensor for key, tensor in state.items() if key not in apart}
     one = {(at, number, kind): state[key] for key, (at, number, kind) in apart.items()}
@@ -411,8 +407,7 @@ def _built(
     adapter: Adapter,
     target: TargetParts,
 ) -> BoundHead:
-    """The head of these tensors. Raises CheckpointError, naming them, for any that are missing, unknown or of another
-    shape."""
+    """The head of these tensors. Raises CheckpointError for any that are missing, unknown or of another shape."""
     where, layers = source[0], getattr(decoder_of(model), adapter.layers)
     number = _like(state, layers, adapter)
     if number is None or adapter.embed_scale or adapter.layer_scale or adapter.parallel:

@@ -153,8 +153,7 @@ def generate_batch(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any
 
 
 def init_continuous_batching(self: Any, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Begin transformers' continuous batching. Raises Unsupported for the call's own assistant; leaves a default
-    out."""
+    """Begin transformers' batching. Raises Unsupported for the call's own assistant; leaves a default out."""
     session, own = session_of(self), self.generation_config
     call = None if generation_config is own else generation_config
     assistant, named = chosen(call, own, None if session is None else session.default)

@@ -1,5 +1,4 @@
-"""Plan of one assisted call: what transformers prepared, made once and read by the engine, the rounds and the
-output."""
+"""Plan of one assisted call: what transformers prepared, read by the engine, the rounds and the output."""
 
 from __future__ import annotations
 
@@ -168,8 +167,7 @@ def plan_call(
     mode: Mode,
     ops: Ops,
 ) -> Plan:
-    """The plan of a call; `given` holds the user's arguments by name. Raises Unsupported for what cannot be
-    combined."""
+    """The plan of a call, `given` by the user's arguments. Raises Unsupported for what cannot be combined."""
     ids, processors, criteria, config, _ = made
     asked = assistant if isinstance(assistant, Continued) else Continued(assistant)
     ranks, text = ranks_of(model), _read_text(model, given, made, asked.rows is not None, mode)

@@ -141,8 +141,7 @@ def ranks_of(model: Any) -> Ranks | None:
 
 
 def by_first(model: Any, run: Callable[[], Value]) -> Value:
-    """What `run` gives in the first of the processes that hold a model together, all of which call this, or here where
-    one holds it."""
+    """What `run` gives in the first of a model's processes, all of which call this, or here in the only one."""
     ranks = ranks_of(model)
     return run() if ranks is None else ranks.by_first(run)
 

@@ -115,8 +115,7 @@ def _row(ids: Tensor) -> list[int]:
 
 
 def _not_plain(cache: Any) -> str:
-    """Difference of a cache from every token's keys and values in every layer, where they were computed; "" for
-    none."""
+    """Difference of a cache from all keys and values of every layer, where they were computed; "" for none."""
     if type(cache) is not DynamicCache:
         return f"the class {type(cache).__name__}"
     other = sorted({type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer})

@@ -1,5 +1,4 @@
-"""Checks: a row for every kernel and every form of it that is code of its own, with small inputs in which rounding
-decides nothing."""
+"""Checks: a row for every kernel and form of it, with small inputs in which rounding decides nothing."""
 
 from __future__ import annotations
 

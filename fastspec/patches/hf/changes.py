@@ -311,8 +311,7 @@ def fingerprint(model: nn.Module) -> Hashable:
 
 
 def weights_digest(model: nn.Module) -> str:
-    """Text for the names, shapes, dtypes and bytes of a model's weights, the same in every process; as
-    `fingerprint`."""
+    """Text for a model's weights, the same in every process, as sure as `fingerprint` and refused as there."""
     held = hashlib.sha256()
     with torch.inference_mode():
         for name, tensor in _tensors(model).items():

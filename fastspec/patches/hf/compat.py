@@ -320,8 +320,7 @@ def dequantised_method(model: Any) -> str | None:
 
 
 def names_of_weights(model: Any, keys: Iterable[str]) -> dict[str, str]:
-    """Keys of a checkpoint -> names under which transformers loads them, one by one, into a model. Delete when a
-    quantiser is told them."""
+    """Keys of a checkpoint -> a model's names for them, one by one. Delete when a quantiser is told them."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -337,8 +336,7 @@ def names_of_weights(model: Any, keys: Iterable[str]) -> dict[str, str]:
 
 
 def has_global_hooks() -> bool:
-    """True where torch calls a hook at every module's forward. Delete the names of torch's internals when it offers a
-    question of its own."""
+    """True where torch calls a hook at every module's forward. Delete when torch says so itself."""
     return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
 
 

@@ -76,8 +76,7 @@ def _heads(config: Any) -> tuple[int, int]:
 
 
 def kept_by(config: Any) -> list[int]:
-    """Layer whose keys and values every layer reads: its own, or, for the last `num_kv_shared_layers`, the last one
-    before these of the same type."""
+    """Layer whose keys and values each layer reads: itself, or one in front of the shared ones, of its kind."""
     config = config.get_text_config()
     layers, kinds = layer_count(config), getattr(config, "layer_types", None)
     first = layers - (_setting(config, "num_kv_shared_layers") or 0)

@@ -193,7 +193,6 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_own(module: nn.Module, known: Callable[[nn.Module], bool] = is_linear) -> bool:
-    """True where only transformers, which may have cut experts, has a say in a feed-forward; `known` parts are not
-    asked."""
+    """True where only transformers has a say in a feed-forward; parts that are `known` are not asked."""
     parts = (each for each in module.modules() if not known(each))
     return not any(is_foreign(each) for each in parts if parallel_style(each) is not ParallelStyle.EXPERTS)

@@ -258,8 +258,7 @@ def layout_of(given: Mapping[str, Any]) -> Layout | None:
 
 
 def replace_layers(model: Any, given: Mapping[str, Any], files: Sequence[str]) -> None:
-    """Put a `PackedLinear` on the meta device in the place of every layer that the files pack. Raises Unsupported,
-    before any tensor is read, for one that is not."""
+    """Put a `PackedLinear` in place of each layer that files pack. Raises Unsupported for a tensor of another form."""
     layout, headers = layout_of(given), headers_of(files)
     assert layout is not None
     unread = [re.compile(each) for each in model._keys_to_ignore_on_load_unexpected or ()]  # draft layers, above all

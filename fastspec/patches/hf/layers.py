@@ -210,8 +210,7 @@ def _attention(
 
 
 def _refuse_other_sizes(attn: Any, inputs: Sequence[nn.Module], size: int, width: int | None) -> None:
-    """Raise Unsupported for an attention of other heads or channels than the configuration says, as after pruning: keys
-    and values are kept in its sizes."""
+    """Raise Unsupported for an attention of other heads or channels than its configuration, as after pruning."""
     plain = [each for each in inputs if isinstance(each, nn.Linear) and is_plain(each)]
     found = sum(len(local_part(each.weight)) for each in plain) if len(plain) == len(inputs) else width
     if attn.head_dim != size or (width is not None and found != width):

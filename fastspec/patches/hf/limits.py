@@ -184,8 +184,7 @@ def counts_padding(model: Any) -> bool:
 
 
 def position_rows(model: Any) -> int | None:
-    """Number of positions that a model's decoder can tell apart, or None where it computes any, by rotary embeddings or
-    XGLM's table, which grows."""
+    """Number of positions that a decoder can tell apart; None for rotary ones and a table that grows."""
     limit = position_limit(model.config)
     if limit is None:
         return None

@@ -137,8 +137,7 @@ def refuse_foreign_masks(model: Any) -> None:
 
 
 def refuse_lost_cache(model: Any) -> None:
-    """Raise Unsupported where a decoder's own forward, such as GPT-2's, leaves its cache out in train mode under
-    gradient checkpointing."""
+    """Raise Unsupported where a decoder's forward drops its cache in train mode under gradient checkpointing."""
     decoder = model.base_model
     forward = inspect.unwrap(type(decoder).forward)
     checkpoints = model.training and getattr(decoder, "gradient_checkpointing", False)

@@ -31,8 +31,7 @@ GROUP = 32
 
 
 class PackedExperts(nn.Module):
-    """Experts of a gpt-oss layer as its file has them; each pass computes what `GptOssExperts` would, expert by
-    expert."""
+    """Experts of a gpt-oss layer as its file has them; each pass computes as `GptOssExperts`, one by one."""
 
     gate_up_proj_bias: nn.Parameter
     down_proj_bias: nn.Parameter

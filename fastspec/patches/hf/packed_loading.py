@@ -1,5 +1,4 @@
-"""Loading of packed checkpoints through transformers: packed modules take dense ones' places before weights are
-read."""
+"""Loading of packed checkpoints through transformers: packed modules stand in before weights are read."""
 
 from __future__ import annotations
 

@@ -323,8 +323,7 @@ class _Product(nn.Module):
 
 
 class AdaptedLinear:
-    """A LoRA layer by its own forward at the time, with another `product`, x [..., K] -> [..., M], for the layer
-    inside."""
+    """A LoRA layer by its own forward, with `product`, x [..., K] -> [..., M], for the layer inside."""
 
     def __init__(self, module: Any, product: Callable[[Tensor], Tensor]) -> None:
         self.module, self.base = module, _Product(product)

@@ -45,8 +45,7 @@ def revision_of(model: Any) -> str | None:
 
 
 def _holds(snapshot: Path, weights: Mapping[str, Tensor]) -> bool:
-    """True where a snapshot's files hold some of these weights' first rows, in any dtype, and no others under their
-    names."""
+    """True where a snapshot's files hold some of these weights' first rows, in any dtype, and no others."""
     seen = False
     for path in snapshot.glob("*.safetensors"):
         try:

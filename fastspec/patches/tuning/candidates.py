@@ -38,8 +38,7 @@ MOST_COPIES = 16
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A place, its launches in no order, and how one runs: `run` takes a launch and a copy's number; `reference` gives
-    the first copy's result."""
+    """A place, its launches, and how one runs on a copy's number; `reference` gives the first copy's result."""
 
     op: str
     place: Place

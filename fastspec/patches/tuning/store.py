@@ -79,8 +79,7 @@ def forget() -> list[Path]:
 
 
 def tables_of(ops: Ops, dtype: torch.dtype, device: torch.device) -> str:
-    """Source of a model's launches: "tuned" here, some of them, "shipped" for the device, "portable" where none were
-    measured, or "none" without kernels."""
+    """Source of a model's launches: "tuned" here, "shipped" for the device, "portable", or "none"."""
     if ops.name != "triton":
         return "none"
     if any(dtype in place for _, place in use_tuned(device)):
