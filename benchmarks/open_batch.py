@@ -1,12 +1,12 @@
 """An open batch under load without a server, or trees of a head in batches of many rows.
 
-    python benchmarks/open_batch.py --prompts humaneval.jsonl gsm8k.jsonl --assistant eagle3 --out rows.jsonl
+    python benchmarks/open_batch.py --prompts humaneval.jsonl gsm8k.jsonl --loads plain eagle3 32,6,8 --out rows.jsonl
     python benchmarks/open_batch.py --shape qwen2-1.5b --out rows.jsonl       # random weights, head and prompts
     python benchmarks/open_batch.py --prompts mt_bench.jsonl --trees plain 32,6,8 8,5,2 --rows 16 128 --out rows.jsonl
 
-A load is `--clients` clients, each with one prompt at a time and six in all. Each size of `--chunks`, in which prompts
-are read, takes its turn `--repeats` times, in one batch whose rounds were captured before. `first_token_ms` is the
-median from `submit` to the first token at the streamer.
+A load is `--clients` clients, each with one prompt at a time and six in all, decoded by each of `--loads`. Each size of
+`--chunks`, in which prompts are read, takes its turn `--repeats` times, in one batch that was warmed up before.
+`first_token_ms` is the median from `submit` to the first token at the streamer.
 
 With `--trees` (total_tokens,depth,top_k; `plain`: no drafts) `--times` as many prompts as rows are answered in one
 call of `generate` with `ContinuousBatch`, after a shorter call that captures. `tokens_per_second` and `round_ms`, a
@@ -82,19 +82,23 @@ def made(args: argparse.Namespace) -> tuple[Any, list[list[int]]]:
     return model, texts
 
 
+def assistant_of(text: str) -> Any:
+    """An assistant by its name, "plain", "auto" or total_tokens,depth,top_k of `eagle3`."""
+    return tree_of(text) if text == "auto" or text[0].isdigit() else {"plain": "autoregressive"}.get(text, text)
+
+
 def of_tree(model: Any, texts: Sequence[Sequence[int]], rows: int, tree: str, args: argparse.Namespace) -> dict:
     """The row of one tree in one number of rows."""
-    assistant: Any = "autoregressive" if tree == "plain" else tree_of(tree)
     chosen = [texts[number % len(texts)] for number in range(args.times * rows)]
     given = {
         **padded_inputs(chosen, model.generation_config, model.device),
         "do_sample": False,
-        "assistant": fastspec.ContinuousBatch(assistant, rows),
+        "assistant": fastspec.ContinuousBatch(assistant_of(tree), rows),
     }
     model.generate(**given, max_new_tokens=max(2, args.tokens // 8))
     call, count = partial(model.generate, **given, max_new_tokens=args.tokens), args.times * rows
     seconds = [timed(call) for _ in range(args.repeats)]
-    stats, best = fastspec.report(model).calls[-1], min(seconds)
+    stats, best = fastspec.report(model).last, min(seconds)
     row = {"rows": rows, "tree": tree, "prompts": count, "tokens": args.tokens}
     row |= {"tokens_per_second": round(count * args.tokens / best, 1), "seconds": [round(each, 4) for each in seconds]}
     row |= {"acceptance_length": round(stats.acceptance_length, 3), "rounds": stats.rounds}
@@ -102,18 +106,18 @@ def of_tree(model: Any, texts: Sequence[Sequence[int]], rows: int, tree: str, ar
 
 
 def loads(model: Any, texts: Sequence[Sequence[int]], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The rows of all loads of one batch."""
-    assistant: Any = args.assistant if args.tree is None else tree_of(args.tree)
-    with fastspec.continuous(model, assistant, rows=args.rows[0], max_length=2048, prefix_caching=False) as batch:
-        batch.warmup()
-        load(batch, texts, max(args.clients), max(1, args.tokens // 4))
-        for chunk in args.chunks * args.repeats:
-            batch.chunk = chunk
-            for each in batch._widths.made.values():
-                each.chunk = chunk
-            for clients in args.clients:
-                row = {"assistant": args.assistant, "tree": args.tree, "rows": args.rows[0], "chunk": chunk}
-                yield row | load(batch, texts, clients, args.tokens)
+    """The rows of all loads, a batch for each assistant."""
+    for name in args.loads:
+        assistant = assistant_of(name)
+        with fastspec.continuous(model, assistant, rows=args.rows[0], max_length=2048, prefix_caching=False) as batch:
+            row = {"load": name, "rows": args.rows[0], "warmup_seconds": round(batch.warmup(), 2)}
+            load(batch, texts, max(args.clients), max(1, args.tokens // 4))
+            for chunk in args.chunks * args.repeats:
+                batch.chunk = chunk
+                for each in batch._widths.made.values():
+                    each.chunk = chunk
+                for clients in args.clients:
+                    yield row | {"chunk": chunk} | load(batch, texts, clients, args.tokens)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -124,8 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--each", type=int, default=64, help="prompts of a file at most")
     parser.add_argument("--shape", choices=list(SHAPES), help="random weights, instead of --model and --prompts")
     parser.add_argument("--draft-vocab", type=int, default=32000)
-    parser.add_argument("--assistant", default="autoregressive")
-    parser.add_argument("--tree", help="total_tokens,depth,top_k of eagle3 under load, instead of the default")
+    parser.add_argument("--loads", nargs="+", default=["plain"], help="plain, auto, an assistant's name, or its tree")
     parser.add_argument("--trees", nargs="+", default=[], help="measure these trees instead of loads")
     parser.add_argument("--rows", type=int, nargs="+", default=[32], help="a batch's; of trees each of these")
     parser.add_argument("--times", type=int, default=3, help="prompts for a row of a tree")

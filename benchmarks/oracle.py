@@ -154,28 +154,24 @@ def steady(model: Any) -> Any:
 def whole_calls(model: Any, prompts: Tensor, assistant: Any, tokens: int, calls: int) -> tuple[Tensor, list[float]]:
     """Answers of `generate`, and the seconds of each of so many calls, after some that compile and capture."""
     options = {"do_sample": False, "attention_mask": torch.ones_like(prompts), "max_new_tokens": tokens}
-
-    def run() -> Tensor:
-        found: Tensor = model.generate(prompts, assistant=assistant, **options)
-        return found
-
-    answers = [run() for _ in range(WARM)][-1]
+    run = partial(model.generate, prompts, assistant=assistant, **options)
+    answers: Tensor = [run() for _ in range(WARM)][-1]
     return answers, [timed(run) for _ in range(calls)]
 
 
-def in_flight(model: Any, prompts: Tensor, assistant: Any, rows: int, tokens: int, calls: int) -> list[float]:
-    """Seconds in which an open batch of so many rows answers all prompts, given at once."""
+def in_flight(model: Any, prompts: Tensor, assistant: Any, rows: int, tokens: int, calls: int) -> tuple[Any, Row]:
+    """Seconds in which an open batch of so many rows answers all prompts, given at once, after a warm-up."""
     length, config = prompts.shape[1] + tokens, GenerationConfig(max_new_tokens=tokens, do_sample=False)
     rows_of = [(row[None], torch.ones_like(row[None])) for row in prompts.cpu()]  # as a server has them
-    with fastspec.continuous(model, assistant, rows, max_length=length, prefix_caching=False) as batch:
+    with fastspec.continuous(model, assistant, rows, max_length=length + 32, prefix_caching=False) as batch:
 
         def run() -> None:
             for future in [batch.submit(ids, config, attention_mask=mask) for ids, mask in rows_of]:
                 future.result()
 
-        for _ in range(WARM):
-            run()
-        return [timed(run) for _ in range(calls)]
+        told = {"warmup_seconds": round(batch.warmup(length), 2), "graph_mib": fastspec.report(model).graph_bytes >> 20}
+        seconds = [timed(run) for _ in range(1 + calls)][1:]
+        return seconds, told | {"acceptance_length": round(batch.stats.acceptance_length, 3)}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -222,8 +218,8 @@ def main(arguments: list[str] | None = None) -> None:
                     found, seconds = whole_calls(model, ids, decoding, args.tokens, args.calls)
                     last, count = fastspec.report(model).last, found[:, args.prefix :].numel()
                     told = {"acceptance_length": round(last.acceptance_length, 3), "rounds": last.rounds}
-                    told["phases_ms"] = {name: round(1e3 * spent, 2) for name, spent in last.phases.items()}
-                    told["prepare_ms"] = round(1e3 * last.prepare_seconds, 2)
+                    phases = {"prepare": last.prepare_seconds, **last.phases}
+                    told["phases_ms"] = {name: round(1e3 * spent, 2) for name, spent in phases.items()}
                     told["drafted"] = round(last.drafted / last.row_rounds, 1)
                     told["equal"] = round(float((found == plain).all(1).float().mean()), 3)
                     tell(here | {"method": "eagle3", "tree": text}, seconds, count, first, **told)
@@ -231,11 +227,11 @@ def main(arguments: list[str] | None = None) -> None:
                     here["way"], count = "open", many.shape[0] * args.tokens
                     for part in many[rows:].split(rows):
                         oracle.learn(part, whole_calls(model, part, "autoregressive", args.tokens, 0)[0])
-                    seconds = in_flight(model, many, "autoregressive", rows, args.tokens, args.calls)
-                    first = tell(here | {"method": "autoregressive"}, seconds, count)
-                    for text, decoding in decodings.items():
-                        seconds = in_flight(model, many, decoding, rows, args.tokens, args.calls)
-                        tell(here | {"method": "eagle3", "tree": text}, seconds, count, first)
+                    for text, decoding in {"": "autoregressive", **decodings}.items():
+                        seconds, told = in_flight(model, many, decoding, rows, args.tokens, args.calls)
+                        way = {"method": "eagle3", "tree": text} if text else {"method": decoding}
+                        found = tell(here | way, seconds, count, first if text else None, **told)
+                        first = first if text else found
         del model, head
         free_memory()
 

@@ -220,8 +220,8 @@ class _DynamicTree:
 @dataclass(frozen=True, slots=True)
 class Eagle3(_DynamicTree):
     """EAGLE-3 drafting with dynamic trees. Fields left at None take the device's default tree as a whole (on the C++
-    kernels of the CPU a smaller one, in calls that sample a shallower one; "auto" on a GPU in calls of exact models and
-    of mixtures, and on a CPU in batches of fp32 that return tokens alone) or, where one is given, the published values
+    kernels of the CPU a smaller one, in calls that sample a shallower one; "auto" on a GPU for exact models and
+    mixtures, and on a CPU in batches of fp32 that return tokens alone) or, where one is given, the published values
     (depth 7, top_k 10, total_tokens 60) for the rest.
 
     total_tokens="auto" lets every round have as many nodes as pay, by the measured times of rounds and what was
@@ -281,10 +281,10 @@ class Eagle1:
     """EAGLE-1 drafting (arXiv 2401.15077): a static tree on a head of the EAGLE-1/2 format.
 
     `paths` names every node but the root by the child ranks that lead to it, in any order: [[0], [1], [0, 0]] is a root
-    with two children, the first of which has one. None takes the published tree of 25 such nodes. With drafts="greedy"
-    the child of rank r is the head's r-th most likely token; with "sampled" the children of a node are drawn without
-    replacement from the head's distribution, processed like the target's, where the call samples and no processor looks
-    at the history.
+    with two children, the first of which has one. None takes the published tree of 25 such nodes, and as many of them
+    as pay where `Eagle3`'s trees do so by default and drafts are greedy. With drafts="greedy" the child of rank r is
+    the head's r-th most likely token; with "sampled" the children of a node are drawn without replacement from the
+    head's distribution, processed like the target's, where the call samples and no processor looks at the history.
 
     Raises `Unsupported` for a node without its parent, one named twice, a rank that is none, and more than 256 nodes.
     """
@@ -299,9 +299,35 @@ class Eagle1:
         if self.paths is not None:
             object.__setattr__(self, "paths", _checked_paths(self.paths))  # hashable, and breadth first
 
+    @property
+    def is_default(self) -> bool:
+        """True where the tree is left to the device, and its nodes follow from the text."""
+        return self.paths is None and self.drafts == "greedy"
+
     def tree(self) -> tuple[Ranks, ...]:
         """The nodes below the root, breadth first, siblings by rank."""
         return PUBLISHED_PATHS if self.paths is None else tuple(map(tuple, self.paths))
+
+    def steps(self, device_type: str, rows: int = 1) -> tuple[tuple[TreeShape, ...], TreeShape]:
+        """The sizes of the parts of the tree that rounds choose from on a device of this type, ascending, and that of
+        the whole tree, which they begin with."""
+        whole = 1 + len(self.tree())
+        steps = TREE_STEPS[device_type if device_type in TREE_STEPS else "cuda"]
+        nodes = [each.total_tokens for each in steps if each.total_tokens < whole]
+        found = tuple(shape_of(part_of(self.tree(), count)) for count in (*nodes[: MOST_STEPS - 1], whole))
+        return found, found[-1]
+
+
+def part_of(paths: Sequence[Ranks], nodes: int) -> tuple[Ranks, ...]:
+    """The part of a static tree that has so many nodes with the root, the likeliest ones: children of a higher rank
+    count as 4 levels more each, an estimate."""
+    kept = {*sorted(paths, key=lambda path: len(path) + 4 * sum(path))[: nodes - 1]}
+    return tuple(path for path in paths if path in kept)
+
+
+def shape_of(paths: Sequence[Ranks]) -> TreeShape:
+    """The size of a static tree."""
+    return TreeShape(1 + len(paths), len(paths[-1]) - 1, 1 + max(map(max, paths)))
 
 
 def _checked_paths(paths: Sequence[Sequence[int]]) -> tuple[Ranks, ...]:

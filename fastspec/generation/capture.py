@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -44,16 +45,48 @@ class Spent(threading.local):
 
 SPENT = Spent()
 Prepare = Callable[[Callable[[], object]], object]
-_prepare: Prepare | None = None
+UNNEEDED, SLOW = 4, 0.5
+"""Programs in a row without a kernel to compile after which the next ones are not looked through, which takes longer
+than their first runs, and seconds of such a run after which they are again: it has compiled, it seems."""
+
+
+class Foresight:
+    """A backend's function that compiles a program's kernels before its first run, and says how many there were."""
+
+    def __init__(self) -> None:
+        self.prepare: Prepare | None = None
+        self.in_vain = 0
+        """Programs in a row that had nothing to compile."""
+
+    def first_run(self, program: Callable[[], Result], new: bool) -> Result:
+        """Run a program for the first time, in its first buffers where it is `new`."""
+        looks = new and self.prepare is not None and self.in_vain < UNNEEDED
+        if looks and self.prepare is not None:
+            self.in_vain = 0 if self.prepare(program) else self.in_vain + 1
+        began = time.perf_counter()
+        found = program()
+        if not looks and time.perf_counter() - began > SLOW:
+            self.in_vain = 0
+        return found
+
+
+_foresight = Foresight()
 
 
 def prepare_with(prepare: Prepare) -> None:
-    """Hand every program to a backend's function before its first run, which compiles its kernels."""
-    global _prepare
-    _prepare = prepare
+    """Hand programs to a backend's function before their first run, which compiles their kernels and returns how many
+    these were."""
+    _foresight.prepare = prepare
 
 
 _capturing = threading.Lock()
+_graphs: WeakSet[Captured[Any]] = WeakSet()
+
+
+def graph_bytes(device: torch.device) -> int:
+    """Memory that the results and the intermediates of this process's graphs take on a device."""
+    with _capturing:
+        return sum(each.bytes for each in _graphs if each.device == device)
 
 
 def _stream() -> torch.cuda.Stream:
@@ -90,9 +123,9 @@ class Captured(Generic[Result]):
     The program reads and writes tensors that stay where they are; the next replay writes over its result. `key` is
     whatever else it depends on, such as the size of a buffer; when it changes the graph is dropped. The first run of a
     key is a real one: it compiles kernels and fills the libraries' workspaces. What a backend prepares it prepares for
-    the first key alone: in larger buffers few kernels are others, and to look for these would stop all rows longer than
-    the run does. The program comes with every call and is not kept: as a method of what keeps its graph it would make a
-    cycle.
+    the first key alone (`Foresight`): in larger buffers few kernels are others, and to look for these would stop all
+    rows longer than the run does. The program comes with every call and is not kept: as a method of what keeps its
+    graph it would make a cycle.
     """
 
     def __init__(self) -> None:
@@ -100,20 +133,25 @@ class Captured(Generic[Result]):
         self.graph: torch.cuda.CUDAGraph | None = None
         self.result: Result | None = None
         self.replays = 0
+        self.bytes, self.device = 0, torch.device("cpu")
+        """Memory of the graph, and where it lies."""
 
     def __call__(self, program: Callable[[], Result], key: Hashable) -> Result:
         """Run the program once."""
         if key != self.key:
             new = self.key is None
-            self.key, self.graph, self.result = key, None, None
+            self.key, self.graph, self.result, self.bytes = key, None, None, 0
             with SPENT.on("first_runs"):
-                if new and _prepare is not None:
-                    _prepare(program)
-                return program()
+                return _foresight.first_run(program, new)
         if self.graph is None:
             graph = torch.cuda.CUDAGraph()
             with SPENT.on("captures"), recorded(graph):
+                before = torch.cuda.memory_reserved()
                 self.result = program()
+                self.bytes = max(0, torch.cuda.memory_reserved() - before)
+                if torch.cuda.is_initialized():
+                    self.device = torch.device("cuda", torch.cuda.current_device())
+                _graphs.add(self)
             self.graph = graph
         self.graph.replay()
         self.replays += 1

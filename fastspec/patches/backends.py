@@ -95,21 +95,41 @@ TORCH_ONEDNN = replace(
 """Plain torch, with the linear layers of the CPU through oneDNN."""
 
 
-def build_cpp() -> str | None:
-    """Compile and load the C++ kernels of the CPU, once for this machine -> None, or why they cannot be had."""
+def built(sources: build.Sources, what: str) -> str | None:
+    """Compile a library in C++ where that was not done on this machine -> None, or why it cannot be had."""
     why = build.missing()
     if why is not None:
         return why
     folder = cache_folder() / "kernels"
-    if not build.whole(folder / build.library_name()):
-        notice("compiling the kernels of the CPU, once for this machine")
-    why = build.build(folder)
+    if not build.whole(folder / build.library_name(sources)):
+        notice(f"compiling {what}, once for this machine")
+    return build.build(folder, sources)
+
+
+def build_cpp() -> str | None:
+    """Compile and load the C++ kernels of the CPU, where that was not done on this machine -> None, or why they cannot
+    be had."""
+    why = built(build.KERNELS, "the kernels of the CPU")
     if why is None:
         try:
-            build.library(folder / build.library_name())
+            build.library(cache_folder() / "kernels" / build.library_name())
         except OSError as error:
             why = f"the compiled library cannot be loaded: {error}"
     return why
+
+
+@cache
+def ngram_counter() -> Callable[..., None] | None:
+    """What counts texts in the arrays of an n-gram storage (`ngrams.cpp`), compiled first where that was not done on
+    this machine; None, with a notice, where it cannot be had: then Python counts, some thirty times as slowly."""
+    why = built(build.NGRAMS, "what counts n-grams")
+    if why is None:
+        try:
+            return build.counter(cache_folder() / "kernels" / build.library_name(build.NGRAMS))
+        except OSError as error:
+            why = f"the compiled library cannot be loaded: {error}"
+    notice(f"n-grams are counted in Python: {why}")
+    return None
 
 
 def cpp_native() -> Native:

@@ -7,8 +7,8 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -60,7 +60,15 @@ from fastspec.patches.hf.modes import adapter_for, mode_for
 from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.open_ranks import BEAT, News, OpenRanks, PromptMail, SilentRounds, TurnOrder
 from fastspec.patches.session import PatchSession, patched_session
-from fastspec.patches.warmup import MOST_WARM, SHARE, WARM_LENGTH, WARM_NEW, open_batch_calls, room_for, warm_lengths
+from fastspec.patches.warmup import (
+    MOST_WARM,
+    SHARE,
+    WARM_LENGTH,
+    WARM_NEW,
+    open_batch_calls,
+    room_for,
+    warm_lengths,
+)
 
 LONGEST = 8192
 """Tokens of a row, prompt and answer, where nothing says how many."""
@@ -70,6 +78,8 @@ CHUNKS = {"cuda": 1024, "cpu": 256}
 pass."""
 AGREED_EVERY = 64
 """Turns after which processes choose the sizes of trees by newer times."""
+POLL = 0.002
+"""Seconds after which a warm-up looks again how many turns there were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,12 +277,13 @@ class Continuous:
 
         There are prompts of up to `length` tokens, as far as a row has room for them, and rounds of every number of
         rows, greedy and sampled; where these are captured there are also rounds held to grammars, unless several
-        processes hold the model, and buffers have room for texts of `length` tokens from then on. A longer text makes
-        them larger, and what was captured is captured anew, while all rows wait. None: as many tokens as a row has room
-        for, 8,064 at most, or as fit half of the free memory. N-gram drafts have rounds of every size of their trees.
-        To be called before prompts come: `stats` begin anew behind it. Of processes that hold the model together the
-        first one's call is that of all; in the others it does nothing. `told` is called with (calls that are done, of
-        how many). Raises Unsupported for a `length` below 1, and for rows without room for an answer.
+        processes hold the model, rounds of every size that trees may take, whose times are measured, and buffers have
+        room for texts of `length` tokens from then on. A longer text makes them larger, and what was captured is
+        captured anew, while all rows wait. None: as many tokens as a row has room for, 8,064 at most, or as fit half of
+        the free memory. N-gram drafts have rounds of every size of their trees. To be called before prompts come:
+        `stats` begin anew behind it. Of processes that hold the model together the first one's call is that of all; in
+        the others it does nothing. `told` is called with (calls that are done, of how many). Raises Unsupported for a
+        `length` below 1, and for rows without room for an answer.
         """
         length = self._warm_length() if length is None else length
         longest = min(length, self.max_length - WARM_NEW)
@@ -283,37 +294,48 @@ class Continuous:
         if self.ranks is not None and not self.ranks.leads:
             return 0.0
         rounds, captures = self._widths.current, self._widths.current.engine.target.captures
-        steps, together = self._widths.steps, min(rounds.together, self._widths.rows)
-        constrains = captures and self.ranks is None  # others hear of options alone
-        calls = list(open_batch_calls(longest, steps, together, captures=captures, constrains=constrains))
+        together = min(rounds.together, self._widths.rows)
+        constrains = captures and self.ranks is None  # others than the first process hear of options alone
         began, numbers = time.perf_counter(), torch.Generator().manual_seed(0)
         vocabulary = self.model.config.get_text_config().vocab_size
         whole: dict[str, Any] = {
-            "max_new_tokens": WARM_NEW,
             "eos_token_id": vocabulary,  # which no token is
             "pad_token_id": 0,
         }
         tell = told or (lambda done, of: None)
         self._between_turns("reserve", room_for(length, rounds.engine.main.longest) if captures else 0)
         self._between_turns("try", captures)
+        calls = list(
+            open_batch_calls(longest, self._widths.sizes(), together, captures=captures, constrains=constrains)
+        )
         try:
-            for done, (lengths, options, constrained) in enumerate(calls):
+            for done, call in enumerate(calls):
                 tell(done, len(calls))
-                self._between_turns("narrow")  # each call in rounds of its own number of rows
-                texts = [torch.randint(vocabulary, (1, count), generator=numbers, device="cpu") for count in lengths]
-                ask = self._submit_constrained if constrained else self.submit
+                self._between_turns("narrow", call.size)  # each in rounds of its own number of rows, and of its size
+                texts = [
+                    torch.randint(vocabulary, (1, count), generator=numbers, device="cpu") for count in call.lengths
+                ]
+                ask = self._submit_constrained if call.constrained else self.submit
                 with self._changed:  # so that they come at once
-                    futures = [
-                        ask(row, attention_mask=torch.ones_like(row), seed=0, **whole, **options) for row in texts
-                    ]
-                for future in futures:
-                    future.result()
+                    new = min(call.tokens, self.max_length - max(call.lengths))
+                    options = {"max_new_tokens": new, **whole, **call.options}
+                    futures = [ask(row, attention_mask=torch.ones_like(row), seed=0, **options) for row in texts]
+                self._wait_for(futures, call.turns)
         finally:
             if self.alive:
                 self._between_turns("try", False)
-        self._between_turns("begin")  # the last turn counts on behind its answers
+                self._between_turns("begin")  # the last turn counts on behind its answers
         tell(len(calls), len(calls))
         return time.perf_counter() - began
+
+    def _wait_for(self, futures: Sequence[AnswerFuture], turns: int | None) -> None:
+        """Wait for answers, of which those that have not ended after so many turns are cancelled."""
+        most = self.turns + turns if turns else None
+        while most is not None and self.turns < most and not all(future.done() for future in futures):
+            wait(futures, POLL)
+        for future in futures:
+            if most is None or not future.cancel():
+                future.result()
 
     def _submit_constrained(self, ids: Tensor, seed: int, **options: Any) -> AnswerFuture:
         """`submit`, behind a constraint that allows every token."""
@@ -353,14 +375,19 @@ class Continuous:
         with self.session.turn.taken(device_of(self.model)):
             if name == "reserve":
                 self._widths.reserve(*given)
+                if self._widths.current.engine.sizes is not None:
+                    self._widths.make_all()
             elif name == "narrow":
                 self._widths.needed.clear()
+                self._widths.pin(*given)
             elif name == "try":
                 (self._tries,) = given
                 self._let_try()
             else:
                 self.stats.begin()
                 self._prefixes.forget()
+                for each in self._widths.pin(None):
+                    self._begin_sizes(each)
 
     def _let_try(self) -> None:
         """Let drafters of the host have every size in turn, or not."""
@@ -463,7 +490,7 @@ class Continuous:
         request = Request(text.ids, torch.ones_like(root), [], 0, ends, None, answers=answers)
         processing = Processing(LogitsProcessorList())
         plan = Plan(self.model, self.session, self.decoding, ops, text, request, self.max_length, processing)
-        plan = replace(plan if ops.captures else sized(plan), ranks=self.ranks)  # no row waits for a size's capture
+        plan = replace(sized(plan), ranks=self.ranks)
         engine = new_engine(plan)
         self._agree_on_sizes(engine)
         if isinstance(engine.drafter, HostDrafter):  # processes choose alike
@@ -622,6 +649,17 @@ class Continuous:
         """Choose the sizes of trees by the first process's times."""
         if self.ranks is not None and engine.sizes is not None:
             engine.sizes.agree(self.ranks.first_value)
+
+    def _begin_sizes(self, engine: Engine[HFModel]) -> None:
+        """Choose the sizes of trees by what a warm-up has measured."""
+        if engine.sizes is None:
+            return
+        if not any(self._batch.running):  # else one of their rounds may be in flight
+            engine.warm_reading()
+        engine.sizes.tried()
+        self._agree_on_sizes(engine)
+        engine.sizes.begin()
+        engine.sizes.end()
 
     def _look(self) -> None:
         """See whether the model is another, in the middle of a turn that makes something of it."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastspec.cascade.memory import MemoryStats
+from fastspec.generation.capture import graph_bytes
 from fastspec.generation.drafters.tree_sizes import TreeChoice
 from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.heads.rounded import is_rounded
@@ -57,6 +58,8 @@ class Report:
     dequantised: str | None = None
     """Method of a checkpoint whose weights transformers dequantised when it loaded them, and what prevents it; None of
     others."""
+    graph_bytes: int = 0
+    """Memory of the graphs that this process has captured on the model's device, of other models too."""
     memory: MemoryStats | None = None
     """What the cascade keeps of keys and values between calls, and how that went; None where it keeps nothing."""
 
@@ -89,6 +92,7 @@ class Report:
         for name in dict.fromkeys(call.assistant for call in self.calls):
             lines.append(f"  {name}: {_speed([call for call in self.calls if call.assistant == name])}")
         lines += _stages_reached([call.explanations for call in self.calls if call.explanations])
+        lines += [f"  graphs on {self.device}: {self.graph_bytes / 2**20:.0f} MiB"] if self.graph_bytes else []
         if self.memory is not None:
             lines.append(f"  kept between the cascade's calls: {self.memory}")
         for (config, rows), choice in self.trees.items():
@@ -157,6 +161,7 @@ def report(model: Any) -> Report:
         dequantised=told_dequantised(model),
         why_inexact=why_inexact,
         device=str(device),
+        graph_bytes=graph_bytes(device),
         dtype=str(dtype).removeprefix("torch."),
         assistants=("autoregressive", "nasd", *session.resources),
         calls=tuple(session.calls),

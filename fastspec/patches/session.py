@@ -213,6 +213,8 @@ class PatchSession:
     engines: Engines = field(default_factory=Engines)
     trees: dict[Any, TreeSizes] = field(default_factory=dict)
     """(decoding's steps, rows, device, dtype, temperature) -> the sizes of its trees, where rounds choose them."""
+    pinned: int | None = None
+    """The size that a warm-up asks of the rounds of calls, in place of the one that they choose."""
     ngram_costs: dict[tuple[int, int], MeasuredCosts] = field(default_factory=dict)
     """(rows, nodes of the largest tree) -> the costs of rounds with n-gram drafts, where they are measured."""
     warned: bool = False

@@ -4,13 +4,16 @@ captured."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from fastspec.errors import Unsupported
 from fastspec.generation.capture import padded_width
+from fastspec.generation.drafters.tree_sizes import TreeSizes
 from fastspec.generation.engine.round_program import EXTENT_BUCKET, rounded
 from fastspec.generation.engine.rounds import groups
 from fastspec.generation.target import widest_part
@@ -22,6 +25,13 @@ NEW = 4
 """Tokens of every call: its first round runs, the second is captured."""
 WARM_NEW = 24
 """Tokens of a warm-up's answers: several rounds, whatever is accepted, of which the second is captured."""
+WARM_SIZED = 40
+"""Tokens of a call where the size of a round is chosen: enough rounds that their time is measured, too."""
+MADE, TIMED, HOSTED = 3, 8, 3
+"""Turns of an open batch that make the rounds of a size (one of them reads prompts, one captures), and that measure
+them, and those whose tokens the host chooses."""
+WARM_ENDLESS = 128
+"""Tokens of answers that are cancelled after these turns."""
 WARM_SLOTS = 2048
 WARM_LENGTH = WARM_SLOTS - EXTENT_BUCKET
 """Tokens of texts that a warm-up is for: with what rounds write beyond their ends they have room in buffers of
@@ -34,6 +44,7 @@ SHARE = 2
 OVERSHOT = 4
 """Rounds whose tokens need room beyond a text's limit: the one that ends it, one that was launched before that was
 read, the next one of the rows beside it, and the one that may be launched behind that."""
+ENDLESS: dict[str, Any] = {"eos_token_id": None, "pad_token_id": 0}
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.01}
 
@@ -63,23 +74,46 @@ def room_for(length: int, longest: int) -> int:
     return rounded(length + OVERSHOT * longest)
 
 
+@dataclass(frozen=True, slots=True)
+class OpenCall:
+    """Prompts that come to an open batch at once in a warm-up: their tokens, how theirs are chosen, whether behind a
+    constraint, and the size of the rounds' trees, where it is chosen; then the answers are cancelled after so many
+    `turns`, and have no rounds where these are 0."""
+
+    lengths: Sequence[int]
+    options: dict[str, Any]
+    constrained: bool = False
+    size: int | None = None
+    turns: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of an answer."""
+        if self.turns is None:
+            return WARM_NEW
+        return WARM_ENDLESS if self.turns else 1
+
+
 def open_batch_calls(
-    length: int, steps: Sequence[int], together: int, *, captures: bool, constrains: bool
-) -> Iterator[tuple[list[int], dict[str, Any], bool]]:
-    """Prompts that warm up an open batch: the tokens of prompts that come at once, `length` at most, how their tokens
-    are chosen, and whether behind a constraint, where the batch `constrains`.
+    length: int, sizes: Mapping[int, Sequence[int | None]], together: int, *, captures: bool, constrains: bool
+) -> Iterator[OpenCall]:
+    """Prompts that warm up an open batch, of `length` tokens at most, behind constraints too where it `constrains`.
 
     First come the passes that read prompts, alone and up to `together` of them at once; where passes are captured each
-    comes twice: the first one compiles. Then come rounds of every number of rows in `steps`.
+    comes twice: the first one compiles. Then come rounds of every number of rows, and of each of their `sizes`.
     """
     several = [[min(width, length)] * count for count, width in groups(together) if width < 2 * length]
     passes = [*([width] for width in widths(length, 1, captures=captures)), *sorted(several, key=max, reverse=True)]
+    turns = 0 if captures and all(None not in choices for choices in sizes.values()) else None
     for lengths in passes:
         for _ in range(1 + captures):
-            yield lengths, GREEDY, False
-    for count in steps:
+            yield OpenCall(lengths, GREEDY, turns=turns)
+    for count, choices in sizes.items():
         for options, constrained in ((GREEDY, False), (SAMPLED, False), *[(GREEDY, True)] * constrains):
-            yield [min(padded_width(1), length)] * count, options, constrained
+            hosted = constrained or options is not GREEDY
+            for size in choices:
+                turns = None if size is None else MADE + (HOSTED if hosted else TIMED)
+                yield OpenCall([min(padded_width(1), length)] * count, options, constrained, size, turns)
 
 
 def warmup(
@@ -96,9 +130,10 @@ def warmup(
     The calls are of every number of `rows` (prompts at once), of prompts of up to `length` tokens, greedy and sampled,
     by every assistant that the model is patched with, or by the names in `assistants`. Kernels stay in Triton's cache
     on disk: a server's image is warmed up once, on a GPU of the kind that it runs on. `told` is called with (calls that
-    are done, of how many). Random numbers that the caller draws later are those that it would have drawn.
-    Encoder-decoder models, and cascades, are left to their first call. Raises Unsupported for an unpatched model and
-    for numbers that are none.
+    are done, of how many). Where rounds choose how many nodes their trees have, greedy ones of every size are captured
+    and timed. Random numbers that the caller draws later are those that it would have drawn. Encoder-decoder models,
+    and cascades, are left to their first call. Raises Unsupported for an unpatched model and for numbers that are
+    none.
     """
     model = unwrapped(model)
     session = patched_session(model, "fastspec.patch(model) comes before fastspec.warmup(model)")
@@ -122,18 +157,35 @@ def warmup(
             if told is not None:
                 told(done, len(calls))
             ids = torch.randint(model.config.get_text_config().vocab_size, (count, width), device=device)
-            model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                assistant=name,
-                max_new_tokens=NEW,
-                eos_token_id=None,
-                pad_token_id=0,
-                **options,
-            )
+            call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "assistant": name, **ENDLESS}
+            model.generate(**call, **options, max_new_tokens=NEW)
+            if captures and options is SAMPLED:  # the last of its kind
+                for sizes in _choosers(session, name, count):
+                    _try_sizes(session, sizes, partial(model.generate, **call, **GREEDY), most - width)
     if told is not None:
         told(len(calls), len(calls))
     return time.perf_counter() - began
+
+
+def _choosers(session: PatchSession, name: str, rows: int) -> list[TreeSizes]:
+    """The choosers of the sizes of trees in greedy calls of an assistant and so many rows."""
+    return [
+        sizes
+        for ((config, _), count, *_, temperature), sizes in session.trees.items()
+        if config.name == name and count == rows and temperature is None
+    ]
+
+
+def _try_sizes(session: PatchSession, sizes: TreeSizes, call: Callable[..., object], most: int) -> None:
+    """Let a call have rounds of every size, which are captured and whose times are known then."""
+    try:
+        for size in range(len(sizes.shapes) + 1):
+            session.pinned = size
+            call(max_new_tokens=min(WARM_SIZED, most))
+            sizes.tried()
+    finally:
+        session.pinned = None
+    sizes.end()
 
 
 def assistants_of(session: PatchSession) -> tuple[str, ...]:

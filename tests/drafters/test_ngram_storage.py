@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import fastspec
 from fastspec.generation.drafters.nasd import grow
 from fastspec.generation.drafters.ngram_arrays import WIDTH, Edges
+from fastspec.patches.backends import ngram_counter
 
 
 class Naive:
@@ -323,3 +324,37 @@ def test_forty_thousand_tokens_cost_no_more_each_than_the_first(kind):
         looked.append(times[1] - times[0])
         grown.append(times[2] - times[1])
     assert min(looked) < 0.45e-3 and min(grown) < 16 * 0.45e-3
+
+
+@pytest.fixture(scope="module")
+def counter():
+    found = ngram_counter()
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("kind", ["ngram 2", "ngram 4", "one level 3"])
+@examples(100)
+@given(events=events, cut=st.integers(1, 20))
+def test_a_counter_leaves_what_feeding_token_by_token_leaves(kind, events, cut, counter):
+    ours, theirs = MAKERS[kind][0](), MAKERS[kind][0]()
+    cursors = [[ours.start()] * 3, [theirs.start()] * 3]
+    for start in range(0, len(events), cut):
+        for number in range(3):
+            steps = [(token, fillers) for text, token, fillers in events[start : start + cut] if text == number]
+            cursors[0][number] = ours.feed_all(cursors[0][number], steps, counter)
+            for token, fillers in steps:
+                cursors[1][number] = theirs.feed(cursors[1][number], token, fillers)
+    assert cursors[0] == cursors[1] and ours.edges.keys == theirs.edges.keys
+    assert all(getattr(ours.tallies, name) == getattr(theirs.tallies, name) for name in ours.tallies.__slots__)
+    assert all(ours.edges.find(*ours.edges.ends(edge)) == edge for edge in range(1, len(ours.edges) + 1))
+
+
+def test_a_counter_takes_long_texts_in_parts(counter):
+    ours, theirs, text = fastspec.NgramStorage(4), fastspec.NgramStorage(4), drawn_text(5_000, 12_000)
+    cursor = ours.feed_all(ours.start(), [(token, (token % 64,)) for token in text], counter)
+    expected = theirs.start()
+    for token in text:
+        expected = theirs.feed(expected, token, (token % 64,))
+    assert cursor == expected and ours.edges.keys == theirs.edges.keys
+    assert all(getattr(ours.tallies, name) == getattr(theirs.tallies, name) for name in ours.tallies.__slots__)

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastspec
 from fastspec import Eagle1, Unsupported
+from fastspec.config import part_of, shape_of
 from fastspec.generation.drafters.head_drafter import StaticDrafter
 from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.tree import TokenTree, Verdict
@@ -101,6 +102,34 @@ def test_children_are_the_likeliest_tokens_of_their_rank(variant, paths, counts,
     assert torch.equal(TokenTree.from_parents(tree.tokens, tree.parents).ancestors, tree.ancestors)
     for row, count in enumerate(counts):
         check(head, ids[row, : count + 1].tolist(), features[row, :count], paths, tree, row)
+
+
+@given(paths=path_trees(), nodes=st.integers(2, 30), seed=st.integers(0, 99))
+@EXACT
+@torch.no_grad()
+def test_a_part_of_a_tree_is_one_and_drafts_its_tokens_on_the_same_state(paths, nodes, seed):
+    part = part_of(paths, nodes)
+    assert len(part) == min(nodes - 1, len(paths)) and {path[:-1] for path in part} <= {(), *part}
+    assert shape_of(part).total_tokens == 1 + len(part) and shape_of(part).max_path == 1 + max(map(len, part))
+    ids, features = drawn(head_of("eagle"), 2, 14, seed)
+    drafter = begun(head_of("eagle"), paths, ids, features, [5, 9])
+    whole, other = drafter.propose(9), drafter.sized(shape_of(part))
+    tree = other.propose(9)
+    for row, count in enumerate((5, 9)):
+        check(head_of("eagle"), ids[row, : count + 1].tolist(), features[row, :count], part, tree, row)
+    assert other.root is drafter.root and other.state is drafter.state
+    assert torch.equal(drafter.propose(9).tokens, whole.tokens)
+
+
+def test_a_device_s_own_static_tree_has_parts_of_six_sizes_at_most_with_none():
+    for kind in ("cpu", "cuda"):
+        shapes, first = Eagle1().steps(kind)
+        assert [shape.total_tokens for shape in shapes] == [2, 4, 8, 16, 26] and first == shapes[-1]
+        assert [shape.max_path for shape in shapes] == [2, 4, 6, 6, 6]
+    assert part_of(PUBLISHED, 4) == ((0,), (0, 0), (0, 0, 0))
+    assert Eagle1().is_default and not any(
+        each.is_default for each in (Eagle1(drafts="sampled"), Eagle1(paths=[[0], [0, 0]]))
+    )
 
 
 @given(

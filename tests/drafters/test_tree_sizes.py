@@ -12,23 +12,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastspec import files
-from fastspec.default_trees import TREE_STEPS, TreeShape
+from fastspec.default_trees import BATCH_TREES, TREE_STEPS, TreeShape
+from fastspec.generation.drafters.acceptance import SURE, SUREST, Acceptance, width_of
 from fastspec.generation.drafters.tree_sizes import (
     BETTER,
+    BETWEEN_CALLS,
     BLOCK,
     CREDIT,
+    DOUBTED,
+    ENOUGH,
     EVIDENCE,
     GRANTED,
     GRANTED_COLD,
+    LONGEST_REST,
+    MOST_EARNED,
     MOST_TRIES,
+    PROVEN,
     SETTLED,
     SHARE,
     SLACK,
-    Acceptance,
     TreeChoice,
     TreeSizes,
     bucket,
-    width_of,
 )
 from fastspec.patches.tuning import round_times
 
@@ -201,6 +206,7 @@ def test_no_size_promises_more_than_the_chosen_one(costs, rounds, former: int, c
     for size, accepted in rounds:
         sizes.acceptance.count(size, [min(drafts, SHAPES[size].max_path - 1) for drafts in accepted])
     sizes.left, sizes.drafted, sizes.rounds, sizes.made = 1e9, EVIDENCE, SETTLED, frozenset(range(6))
+    sizes.acceptance.seen = [ENOUGH] * 5  # no size is tried for what may be learned
     sizes._use(former, BLOCK)
     sizes._choose(begins=former == 0)
     rates = sizes.rates()
@@ -354,6 +360,206 @@ def test_without_a_clock_a_call_uses_what_earlier_ones_took() -> None:
     assert len(sizes.known[0]) > 1 and set(sizes.known[0].values()) == {5.0} and sizes.ms(0) == 5.0
     sizes.end()
     assert kept == [sizes.known]
+
+
+def test_rounds_that_the_host_decides_have_times_of_their_own() -> None:
+    """Begun with those of the device's rounds, and so much more for all sizes; texts of another length keep to their
+    kind."""
+    assert [bucket(length, hosted=True) for length in (0, 1025, 65536)] == [-1, -2, -4]
+    sizes = chooser((1.0, 2.0, 3.0, 4.0, 5.0, 6.0), known={0: {1: 10.0, 60: 30.0}, 2: {1: 14.0, 60: 34.0}})
+    sizes._use(5, 2)
+    for _ in range(2):
+        sizes.count(5, [3], 36.0, 500, {5}, 1.0, True)
+    assert sizes.known[-1] == {1: 16.0, 60: 36.0} and sizes.known[0] == {1: 10.0, 60: 30.0}
+    sizes.count(0, [], None, 20000, {5}, 1.0, True)
+    assert sizes.ms(0) == 16.0 and sizes.length == -4
+    sizes.count(0, [], None, 20000, {5})
+    assert sizes.ms(0) == 14.0 and sizes.length == 3
+    sizes._use(5, 3)
+    for hosted, ms in ((False, 80.0), (True, 40.0), (True, 40.0)):  # one sample alone says nothing
+        sizes.count(5, [3], ms, 500, {5}, 1.0, hosted)
+    assert sizes.known[0] == {1: 10.0, 60: 30.0} and sizes.known[-1][60] == pytest.approx(37.0)
+
+
+def test_rows_that_take_no_drafts_lessen_what_they_are_worth() -> None:
+    known = {0: {1: 10.0, **{shape.total_tokens: 16.0 for shape in SHAPES}}}
+    for share, pays in ((1.0, True), (0.5, True), (0.1, False)):
+        sizes = chooser((1.0,) * 6, known=known)
+        for _ in range(6 * BLOCK):
+            sizes.count(5, [3, 4], 16.0, 500, {5}, share)
+        assert sizes.gain == pytest.approx(3.5 * share)
+        tokens, promised = sizes.acceptance.expected()[-1], sizes.rates()[5]
+        assert tokens > 3 and promised == pytest.approx((1 + share * (tokens - 1)) / 16.0)
+        sizes.left = 100.0
+        sizes._choose()
+        assert (sizes.size > 0 and not sizes.probes) == pays == (max(sizes.rates()[1:]) > 1 / 10.0)
+
+
+def test_a_warm_up_says_what_sizes_cost_and_nothing_of_texts() -> None:
+    kept: list[object] = []
+    sizes = chooser((1.0,) * 6, captures=True, keep=kept.append)
+    assert sizes._is_cold() and sizes.left == GRANTED_COLD
+    for size in range(6):
+        for ms in (None, 90.0, 10.0 + size / 8, 10.0 + size / 8):
+            sizes.try_out(size, ms, 500, range(size + 1))
+    sizes.tried()
+    sizes.begin()
+    sizes.end()
+    nodes = [1, *(shape.total_tokens for shape in SHAPES)]
+    assert sizes.known == {0: {count: 10.0 + size / 8 for size, count in enumerate(nodes)}} and kept == [sizes.known]
+    assert not sizes._is_cold() and sizes.left == pytest.approx(GRANTED)
+    assert sizes.size == 5 and not any(sizes.acceptance.rounds)
+    sizes.count(5, [0], 50.0, 500, range(6))
+    assert not any(map(len, sizes.changes)), "the first round of a call follows none"
+
+
+def test_a_text_that_joins_renews_the_share_of_its_row() -> None:
+    """Of what drafts may lose, and of what was seen; rounds without drafts ask again what pays."""
+    for share in (0.5, 0.25):
+        sizes = paid(1.0)
+        sizes.acceptance.count(0, [4] * 8)
+        sizes.left = -1.0
+        sizes._use(0, LONGEST_REST)
+        sizes.join(share)
+        assert sizes.left == pytest.approx(-1.0 + share * (GRANTED + 1.0)) and sizes.due == 1
+        assert sizes.acceptance.rounds == [pytest.approx(8 * BETWEEN_CALLS**share)]
+        sizes.left = MOST_EARNED
+        sizes._use(1, BLOCK)
+        sizes.join(share)
+        assert sizes.left == pytest.approx(MOST_EARNED + share * (GRANTED - MOST_EARNED)) and sizes.due == BLOCK
+    sizes.join(1.0)  # all that there is
+    assert sizes.left == pytest.approx(GRANTED) and sizes.last is None and sizes.credit == CREDIT
+
+
+def test_texts_whose_drafts_do_not_pay_save_for_those_that_come() -> None:
+    """What they may lose is less, and what they do not is kept, up to what a text may lose at all."""
+    sizes = paid(1.0)
+    for number in range(4):
+        for _ in range(2):
+            sizes.count(1, [0], None, 500, {1})
+        sizes.begin()
+        assert sizes.paid == pytest.approx(0.75 * 0.5 ** (number + 1)) and sizes.net == 0.0
+    assert not sizes._trusts() and sizes.credit == 0.0 and sizes.size == 0
+    assert sizes.left == pytest.approx(DOUBTED * GRANTED)
+    for _ in range(9):
+        before = sizes.left
+        sizes.begin()
+        assert sizes.left == pytest.approx(min(before + DOUBTED * GRANTED, GRANTED + CREDIT))
+    for _ in range(5):
+        sizes.count(1, [1], 10.0, 500, {1})
+        sizes.begin()
+    assert sizes.paid > PROVEN and sizes._trusts() and sizes.credit == 1.25 * CREDIT
+
+
+OPEN = (*TREE_STEPS["cuda"][:-1], BATCH_TREES["cuda"][0][1])
+"""The sizes of eight rows, of which the last is the device's own."""
+EIGHT = {"1.5 billion weights": (1.29, 1.5, 1.85, 2.37, 2.75, 3.7), "8 billion": (4.8, 5.3, 6.2, 7.9, 9.3, 12.6)}
+PUBLISHED = 0.93, 0.80, 0.66, 0.58, 0.44, 0.39, 0.24
+"""Chances that the first d drafts of a Qwen's MTP layer are right (SPEED-Bench, coding): of a chain, which a wider
+tree's other nodes add nothing to."""
+
+
+@pytest.mark.parametrize("law", ["chain", "width"])
+@pytest.mark.parametrize("costs", EIGHT.values(), ids=EIGHT)
+def test_eight_texts_at_a_time_take_the_size_that_pays(costs, law: str) -> None:
+    """Whether wider trees accept more or not, and whatever was thought of it; as texts come and go."""
+    draws = random.Random(1)
+
+    def accepted(shape: TreeShape) -> int:
+        levels = shape.max_path - 1
+        if law == "chain":
+            drawn = draws.random()
+            return sum(drawn < chance for chance in PUBLISHED[:levels])
+        found, passed = 0, 1 - math.exp(-1.1 * width_of(shape))
+        while found < levels and draws.random() < passed:
+            found += 1
+        return found
+
+    fixed = [
+        (1 + sum(accepted(shape) for _ in range(4000)) / 4000) / cost
+        for shape, cost in zip(OPEN, costs[1:], strict=True)
+    ]
+    best = max(fixed)
+    sizes = TreeSizes(OPEN, OPEN[-1], costs, captures=True, switch=0.4)
+    for size in range(6):
+        for _ in range(4):
+            sizes.try_out(size, costs[size], 500, range(6))
+    sizes.tried()
+    sizes.begin()
+    tokens = spent = 0.0
+    for number in range(400):
+        if number % 4 == 0:
+            sizes.join(1 / 8)
+        size = sizes.size
+        drafts = [accepted(OPEN[size - 1]) if size else 0 for _ in range(8)]
+        ms = costs[size] * (1 + 0.02 * draws.gauss(0, 1))
+        sizes.count(size, drafts, ms, 700, range(6))
+        if number >= 80:
+            tokens, spent = tokens + 1 + sum(drafts) / 8, spent + ms
+    assert tokens / spent > (0.99 if law == "chain" else 0.95) * best  # sizes within BETTER of each other stay
+    assert tokens / spent > fixed[-1]
+
+
+def test_how_much_a_wider_tree_accepts_is_learned() -> None:
+    """Where one size follows another, as often as it may be, within what it is to be trusted."""
+    for growth in (0.0, 0.43, 0.9):
+        acceptance, draws = Acceptance(SHAPES), random.Random(0)
+        for _ in range(24):
+            for size in (3, 2, 4):
+                passed = 1 - math.exp(-0.9 * width_of(SHAPES[size], growth))
+                for _ in range(8):
+                    found = [0] * 8
+                    for row in range(8):
+                        while found[row] < SHAPES[size].max_path - 1 and draws.random() < passed:
+                            found[row] += 1
+                    acceptance.count(size, found)
+                acceptance.learn()
+                acceptance.fade(0.8)
+        assert acceptance.growth == pytest.approx(growth, abs=0.15) and SURE < acceptance.sure <= SUREST
+    before = acceptance.growth
+    acceptance.part()
+    acceptance.count(1, [0] * 64)
+    acceptance.learn()
+    assert acceptance.growth == before, "another text's rounds say nothing of it"
+
+
+def test_a_size_that_may_pay_is_tried_and_then_known() -> None:
+    """Where drafts have brought enough, and none that has to be captured."""
+    costs = (10.0, 10.5, 11.0, 12.0, 13.0, 14.0)
+    for left, made, tries in ((MOST_EARNED, range(6), True), (1.0, range(6), False), (MOST_EARNED, (0, 5), False)):
+        sizes = TreeSizes(SHAPES, SHAPES[-1], costs, captures=True)
+        sizes.drafted, sizes.rounds, sizes.made = EVIDENCE, SETTLED, frozenset(made)
+        sizes.left = left
+        near = [0.0, 0.0, 0.0, 0.0, 0.99, 1.0]
+        assert [sizes._may_try(size, 1.0, near) for size in range(1, 6)] == [False, False, False, tries, left > 1]
+        sizes.acceptance.seen[3] = ENOUGH
+        assert not sizes._may_try(4, 1.0, near)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("costs", COSTS.values(), ids=COSTS)
+def test_texts_that_join_one_after_another_and_accept_nothing_lose_three_percent(costs, rows: int) -> None:
+    """Texts of 128 tokens, of which one joins whenever one has ended, in rounds that a warm-up has measured; after
+    texts like them, and after texts whose drafts were accepted."""
+    for before in (0.0, 1.1):
+        sizes = TreeSizes(SHAPES, SHAPES[-1], costs, captures=True, switch=0.4)
+        text = Text(sizes, costs, leaves=0.4, enters=0.4)
+        for size in range(6):
+            for _ in range(4):
+                sizes.try_out(size, costs[size], 500, range(6))
+        sizes.tried()
+        sizes.begin()
+        spent = []
+        for number in range(12):
+            text.ms, first = 0.0, len(text.history)
+            chance = before if number < 6 else 0.0
+            for at in range(128):
+                if at * rows % 128 < rows:
+                    sizes.join(1 / rows)
+                text.made = set(range(6))
+                text.round(chance, rows)
+            spent.append(text.ms / (len(text.history) - first) / costs[0])
+        assert max(spent[8:]) < 1.035 and sum(spent[8:]) / 4 < 1.03
 
 
 def test_what_was_measured_is_kept_in_a_file(tmp_path: Path) -> None:

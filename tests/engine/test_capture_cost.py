@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -41,7 +42,12 @@ def slow(graph: Graph, stream: None, capture_error_mode: str) -> Iterator[None]:
 
 
 def test_a_call_says_what_its_captures_took(monkeypatch) -> None:
-    """Three new tokens: the prompt's pass and the first round are first runs, the second round is captured."""
+    """Three new tokens: the prompt's pass and the first round are first runs, the second round is captured. The report
+    says what memory graphs take, until they are freed."""
+    taken = iter((5 << 20, 12 << 20))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: next(taken))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(capture, "_graphs", WeakSet())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", slow)
     monkeypatch.setattr(capture, "_stream", lambda: None)
@@ -56,7 +62,11 @@ def test_a_call_says_what_its_captures_took(monkeypatch) -> None:
     assert last.rounds == 2 and last.replays == 1
     assert NAP <= last.capture_seconds < last.seconds  # one capture, and the time of what ran meanwhile
     assert 0 < last.first_run_seconds < last.seconds - last.capture_seconds
-    assert f"captures {last.capture_seconds:.2f} s" in str(fastspec.report(model))
+    told = fastspec.report(model)
+    assert f"captures {last.capture_seconds:.2f} s" in str(told)
+    assert told.graph_bytes == 7 << 20 and "graphs on cpu: 7 MiB" in str(told)
+    session_of(model).engines.clear()
+    assert fastspec.report(model).graph_bytes == 0 and "graphs on" not in str(fastspec.report(model))
 
 
 def test_a_call_that_captures_nothing_says_so() -> None:

@@ -11,6 +11,7 @@ import torch
 from helpers.captured import stand_in
 from helpers.generate import NEVER, OwnProcessor, bigram, free, prompts, seer, seer1, shallow_model
 from helpers.open import told
+from helpers.sizes import force_sizes
 from helpers.tokenizers import DRAFT, TARGET
 from torch import Tensor, nn
 from transformers import LogitsProcessorList
@@ -228,6 +229,19 @@ def test_an_open_batch_fails_the_prompt_alone(assistant):
         shown = torch.cat((ids[1], torch.tensor(clean()[1][:5])))
         assert isinstance(batch.submit(shown, **DRAWN).exception(300), NoDistribution) and first == int(shown[-1])
         assert told([batch.submit(shown, **GREEDY, seed=1)])[0][:8] == shown.tolist()
+
+
+def test_a_head_reads_on_where_a_row_beside_had_no_token(monkeypatch):
+    """After rounds without drafts, whose tokens it reads of all rows."""
+    taken = force_sizes(monkeypatch, order=(4,))
+    model = drafted(spoiled(torch.nan, 5))
+    ids = [row[mask.bool()] for row, mask in zip(INPUTS["input_ids"], INPUTS["attention_mask"], strict=True)]
+    with fastspec.continuous(model, fastspec.Eagle3(total_tokens="auto"), rows=2, narrows=False) as batch:
+        batch._widths.current.engine.sizes._use(0, 9)
+        rows = [batch.submit(ids[row], **DRAWN, seed=7) for row in (0, 1)]
+        assert told(rows[:1])[0][len(ids[0]) :] == clean()[0]
+        assert isinstance(rows[1].exception(300), NoDistribution)
+    assert {size for size, _ in taken} == {0, 4}
 
 
 def test_prompts_that_wait_fail_the_call_by_their_number():

@@ -308,14 +308,19 @@ def warmed(load: Loader, kind: str) -> list[Any]:
 
 
 def turned(load: Loader, kind: str) -> list[Any]:
-    """Captured rounds, one launched before the one in front is read."""
+    """Captured rounds of sizes that a warm-up has tried, one launched before the one in front is read."""
     del kind
-    model, ids = load("bigram"), texts(5, 9, 7, 12, 6, 8)
+    model, ids, auto = load("bigram"), texts(5, 9, 7, 12, 6, 8), fastspec.Eagle3(total_tokens="auto")
+
+    def asked(batch: Any) -> list[Any]:
+        batch.warmup(30)
+        return answers(batch, ids, [{**GREEDY, "max_new_tokens": 40}] * 6)
+
     with pytest.MonkeyPatch.context() as patch:
         if ranks.HERE == "cpu":
             stand_in(patch)
         with fastspec.patched(model, eagle3=here(seer(bigram(**sizes())))):
-            return run(model, "eagle3", lambda batch: answers(batch, ids, [{**GREEDY, "max_new_tokens": 40}] * 6))
+            return run(model, auto, asked, max_length=128)
 
 
 def sized(load: Loader, kind: str) -> list[Any]:

@@ -74,6 +74,7 @@ class Waiting:
         self.queue = deque(enumerate(prompts))
         """(number, tokens) of each prompt."""
         self.reads_together = self.drafting = True
+        self.takes_drafts: list[bool] | None = None
         self.wanted, self.long, self.reserved = True, True, set()  # type: tuple[bool, bool, set[int]]
 
     def free(self) -> list[int]:

@@ -312,15 +312,30 @@ def test_with_no_process_nothing_is_looked_at(monkeypatch):
 
 
 def test_a_program_is_prepared_once_and_not_again_in_larger_buffers(monkeypatch):
-    monkeypatch.setattr(capture, "_prepare", None)
+    monkeypatch.setattr(capture, "_foresight", capture.Foresight())
     done: list[str] = []
-    capture.prepare_with(lambda program: done.append("prepared"))
+    capture.prepare_with(lambda program: done.append("prepared") or 1)
     captured: capture.Captured[None] = capture.Captured()
     captured(lambda: done.append("run"), 1)
     captured(lambda: done.append("run"), 2)
     assert done == ["prepared", "run", "run"]
     capture.Captured[None]()(lambda: done.append("another"), 1)
     assert done[3:] == ["prepared", "another"]
+
+
+def test_programs_are_looked_through_while_kernels_are_missing(monkeypatch):
+    """Until some in a row lacked none, and again behind a run that took as long as one that compiles."""
+    monkeypatch.setattr(capture, "_foresight", capture.Foresight())
+    looked: list[int] = []
+    missing = iter([3, 0, 0, 2, 0, 0, 0, 0, 0])
+    capture.prepare_with(lambda program: looked.append(program()) or next(missing))
+    for number in range(10):
+        capture.Captured[int]()(lambda number=number: number, 1)
+    assert looked == list(range(4 + capture.UNNEEDED))
+    seconds = iter([0.0, 9.0])
+    monkeypatch.setattr(capture.time, "perf_counter", lambda: next(seconds, 9.0))
+    capture._foresight.first_run(lambda: 10, True)
+    assert capture._foresight.first_run(lambda: 11, True) == 11 and looked[-1] == 11 and 10 not in looked
 
 
 def test_the_backend_compiles_ahead_where_there_is_a_device(monkeypatch):

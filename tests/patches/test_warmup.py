@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,14 @@ from helpers.captured import stand_in, what_no_graph_served
 from helpers.generate import prompts
 from helpers.models import tiny_head, tiny_model
 from helpers.seq2seq import tiny_seq2seq
+from helpers.sizes import force_sizes
 
 import fastspec
 from fastspec.errors import Unsupported
 from fastspec.generation import capture
 from fastspec.generation.target import WIDE, prompt_parts
+from fastspec.patches.session import session_of
+from fastspec.patches.tuning import round_times
 from fastspec.patches.warmup import widths
 
 
@@ -67,6 +71,26 @@ def test_a_later_call_captures_nothing_anew(monkeypatch):
             model.generate(**prompts(length), do_sample=False, max_new_tokens=6, eos_token_id=None, assistant=name)
             report = fastspec.report(model).last
             assert report.replays == report.rounds and not made
+
+
+def test_rounds_of_every_size_are_captured_and_timed(monkeypatch):
+    """So that a later call chooses among them, whichever it takes."""
+    stand_in(monkeypatch)
+    made = what_no_graph_served(monkeypatch)
+    monkeypatch.setattr(round_times, "read_times", lambda path: {})
+    kept: list[Any] = []
+    monkeypatch.setattr(round_times, "keep_times", lambda path, known: kept.append(known))
+    model = patched()
+    fastspec.warmup(model, rows=(2,), length=128, assistants=["eagle3"])
+    (choice,) = [sizes.choice() for (*_, heat), sizes in session_of(model).trees.items() if heat is None]
+    assert choice.sizes == (1, 2, 4, 8, 16) and all(choice.measured) and len(kept) > 0
+    assert session_of(model).pinned is None
+    made.clear()
+    taken = force_sizes(monkeypatch)
+    for length in (9, 40):
+        ids = prompts(length, length - 3)
+        model.generate(**ids, do_sample=False, max_new_tokens=60, eos_token_id=None, assistant="eagle3")
+    assert not made and {size for size, _ in taken} == {0, 1, 2, 3, 4}
 
 
 @pytest.mark.parametrize(

@@ -95,31 +95,48 @@ def refuse_wide(shape: TreeShape, ops: Ops) -> None:
     )
 
 
+SizedT = TypeVar("SizedT", bound="SizedDecoding")
 DecodingT = TypeVar("DecodingT", bound="DynamicDecoding")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DynamicDecoding(Decoding):
-    """Decoding with dynamic trees, of a size that the call may choose."""
+class SizedDecoding(Decoding):
+    """Decoding whose rounds may choose how many nodes their trees have."""
 
     name: str
-    shape: TreeShape
     steps: tuple[Any, str] | None = None
-    """A config, and the type of device for which it names the trees that rounds choose from; None where every round has
-    `shape`."""
+    """A config, and the type of device for which it names the trees that rounds choose from; None where all rounds have
+    one."""
     temperature: float | None = None
     """The temperature of calls that sample."""
+    device_steps: tuple[Any, str] | None = None
+    """The same as `steps` of a device's own trees, for calls that take them where nothing else was asked for."""
+
+    def sampled(self: SizedT, temperature: float) -> SizedT:
+        """The same for calls that sample at this temperature."""
+        return self
+
+    def sizes(self, rows: int, ops: Ops) -> tuple[tuple[TreeShape, ...], TreeShape]:
+        """The trees that rounds choose from, ascending, and the first one, where they do."""
+        assert self.steps is not None
+        config, device_type = self.steps
+        found: tuple[tuple[TreeShape, ...], TreeShape] = config.steps(device_type, rows)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicDecoding(SizedDecoding):
+    """Decoding with dynamic trees, of a size that the call may choose."""
+
+    shape: TreeShape
     batched: tuple[tuple[int, TreeShape], ...] = ()
     """(rows, the tree in batches of so many and more), ascending; `shape` in smaller ones."""
     cpp: TreeShape | None = None
     """The tree on the C++ kernels of the CPU; None: `shape` there too."""
     default: bool = False
     """True where the trees are the device's own, which are shallower in calls that sample."""
-    device_steps: tuple[Any, str] | None = None
-    """The same as `steps` of a device's own trees, for calls that take them where nothing else was asked for."""
 
     def sampled(self: DecodingT, temperature: float) -> DecodingT:
-        """The same for calls that sample at this temperature."""
         if not self.default:
             return self
         batched = tuple((rows, sampled(shape, temperature)) for rows, shape in self.batched)
@@ -132,11 +149,7 @@ class DynamicDecoding(Decoding):
         return self.cpp if self.cpp is not None and ops.name == "cpp" else for_rows(self.shape, self.batched, rows)
 
     def sizes(self, rows: int, ops: Ops) -> tuple[tuple[TreeShape, ...], TreeShape]:
-        """The trees that rounds choose from, ascending, and the first one, where they do."""
-        assert self.steps is not None
-        config, device_type = self.steps
-        found: tuple[tuple[TreeShape, ...], TreeShape] = config.steps(device_type, rows)
-        shapes, first = found
+        shapes, first = super().sizes(rows, ops)
         if self.cpp is not None and ops.name == "cpp":
             first = next((each for each in shapes if each.total_tokens == self.cpp.total_tokens), first)
         if self.temperature is None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fastspec.config import Ranks
+from fastspec.config import Ranks, part_of
 from fastspec.default_trees import TreeShape
 from fastspec.generation.capture import CapturedByShape, padded_width
 from fastspec.generation.decoder_layer import FULL_LAYOUT, Nodes, Rotary
@@ -327,13 +327,24 @@ class StaticDrafter(HeadDrafter):
         process: Process | None = None,
         cut: Cut | None = None,
     ) -> None:
-        device = head.module.like.device
-        self.levels, parents = lay_out(paths, drawn=process is not None, device=device)
-        self.process, self.traits = process, replace(self.traits, draws=process is not None)
-        sizes = len(parents), len(self.levels) + 1, sum(len(level.fed) for level in self.levels)
+        levels, parents = lay_out(paths, drawn=process is not None, device=head.module.like.device)
+        self.paths, self.process, self.traits = paths, process, replace(self.traits, draws=process is not None)
+        sizes = len(parents), len(levels) + 1, sum(len(level.fed) for level in levels)
         super().__init__(head, *sizes, rows=rows, capacity=capacity, ops=ops, cut=cut)
-        above = torch.tensor([parents], device=device).expand(rows, -1).contiguous()
+        self._grows(levels, parents)
+
+    def _grows(self, levels: list[Level], parents: list[int]) -> None:
+        """Draft trees of these levels, and of nodes with these parents."""
+        self.levels, self.nodes, self.max_path = levels, len(parents), len(levels) + 1
+        self.grown = sum(len(level.fed) for level in levels)
+        above = torch.tensor([parents], device=self.root.device).expand(len(self.root), -1).contiguous()
         self.tree = TokenTree.from_parents(torch.zeros_like(above), above)
+
+    def sized(self, shape: TreeShape) -> Drafter:
+        other = copy.copy(self)
+        part = part_of(self.paths, shape.total_tokens)
+        other._grows(*lay_out(part, drawn=self.process is not None, device=self.root.device))
+        return other
 
     def propose(self, extent: int) -> TokenTree:
         extent = self.reserve(extent) + self.grown

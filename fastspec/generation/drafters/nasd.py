@@ -13,7 +13,7 @@ import heapq
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import ClassVar
@@ -149,6 +149,10 @@ GRANTED = 1.0
 """Target passes that drafts and look-ups may lose at the start of a call, where look-ups are dear."""
 PROBES = 0.02
 """Target passes a round, on average, that looking up again may cost while it does not pay."""
+QUICKER = 20
+"""Times as many tokens that a counter counts in the time that Python takes."""
+BATCHED = 8
+"""Tokens from which a counter is asked, as a call of it takes as long as Python for a few."""
 LAG = 16
 """Tokens of a row at most that its drafts go on from although they are not counted yet."""
 BEYOND = 32
@@ -191,7 +195,9 @@ class NasdDrafter(HostDrafter):
         weight_bytes: int = SMOLLM2_BYTES,
         vocabulary: int | None = None,
         measured: dict[tuple[int, int], MeasuredCosts] | None = None,
+        counter: Callable[..., None] | None = None,
     ) -> None:
+        self.counter = counter
         cost = COSTS.get(device.type, COSTS["cuda"])
         self.config, self.storages, self.device, self.vocabulary = config, storages, device, vocabulary
         self.nodes = cost.nodes if config.total_tokens is None else config.total_tokens
@@ -220,7 +226,8 @@ class NasdDrafter(HostDrafter):
         """Second in which the last tree was asked for."""
         self.least = cost.node * rows / plain
         """Chance of a draft for which the host takes as long as for what it promises."""
-        self.quota = int(plain / cost.count) if cost.asynchronous else None
+        quick = counter is not None and all(type(storage) is NgramStorage for storage in storages)
+        self.quota = int(plain / (cost.count / QUICKER if quick else cost.count)) if cost.asynchronous else None
         """Tokens that are counted while a pass runs; None: all, at once."""
         self.budget = DraftBudget(self._rest(self.look), torch.device("cpu"), GRANTED)
         self.promised, self.delivered, self.hoped, self.size = 0.0, 0.0, 0.0, min(sizes)
@@ -242,9 +249,7 @@ class NasdDrafter(HostDrafter):
 
     def hint(self, texts: Sequence[Sequence[int]]) -> None:
         for storage, text in zip(self.storages, texts, strict=True):
-            cursor = storage.start()
-            for token in text:
-                cursor = storage.feed(cursor, token)
+            self._feed(storage, storage.start(), [(token, ()) for token in text])
 
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
         self.times.leave()
@@ -332,14 +337,24 @@ class NasdDrafter(HostDrafter):
         if self.quota is None:
             self.work(all_of_it=True)
 
-    def work(self, all_of_it: bool = False) -> None:
+    def work(self, all_of_it: bool = False, least: int = 1) -> None:
+        """Count what was put off, of rows that have so many tokens of it."""
         left = sum(map(len, self.unread)) if all_of_it or self.quota is None else self.quota
         for row in sorted(range(len(self.unread)), key=lambda row: len(self.unread[row])):
-            unread, storage, cursor = self.unread[row], self.storages[row], self.cursors[row]
+            unread = self.unread[row]
             count = min(left, len(unread))
-            for _ in range(count):
-                cursor = storage.feed(cursor, *unread.popleft())
-            self.cursors[row], left = cursor, left - count
+            if count >= least:
+                steps = [unread.popleft() for _ in range(count)]
+                self.cursors[row] = self._feed(self.storages[row], self.cursors[row], steps)
+                left -= count
+
+    def _feed(self, storage: Storage, cursor: Cursor, steps: Sequence[tuple[int, Sequence[int]]]) -> Cursor:
+        """Count tokens, with the target's likeliest ones beside each -> the cursor after them."""
+        if self.counter is not None and type(storage) is NgramStorage and len(steps) >= BATCHED:
+            return storage.feed_all(cursor, steps, self.counter)
+        for token, fillers in steps:
+            cursor = storage.feed(cursor, token, fillers)
+        return cursor
 
     def finish(self) -> None:
         if not isinstance(self.config.storage, str):  # those of its own are not read again
@@ -379,7 +394,7 @@ class NasdDrafter(HostDrafter):
             self.roots[row] = [self.roots[row], *emitted[:count]][-1]
             self.active[row] = self.active[row] and count == len(emitted) and self.roots[row] not in self.ends
         self._heard()
-        self.work()
+        self.work(least=1 if self.counter is None else BATCHED)
 
     def _look_up(self) -> list[Growth]:
         """Trees of what is known, and how much of them promises most; that of a row that has ended is its root."""
@@ -504,13 +519,14 @@ class NasdDecoding(Decoding):
     """Decoding with n-grams; by default every row of every call has a storage of its own. `weight_bytes` are those
     that a pass of the target reads: what several nodes cost beside one depends on them. `vocabulary` bounds the tokens
     of storages that are not ours. `measured` has what rounds of so many rows and largest trees took; None where no
-    clock may decide."""
+    clock may decide. `counter` counts in our storages' arrays (`NgramStorage.feed_all`); None: Python does."""
 
     continuous: ClassVar[bool] = True
     config: Nasd
     weight_bytes: int = SMOLLM2_BYTES
     vocabulary: int | None = None
     measured: dict[tuple[int, int], MeasuredCosts] | None = field(default=None, compare=False)
+    counter: Callable[..., None] | None = field(default=None, compare=False)
     name: str = "nasd"
     taps: None = None
 
@@ -518,5 +534,5 @@ class NasdDecoding(Decoding):
         self, *, rows: int, capacity: int, device: torch.device, ops: Ops, process: Process | None
     ) -> NasdDrafter:
         storages = [storage_of(self.config) for _ in range(rows)]
-        known = self.weight_bytes, self.vocabulary, self.measured
+        known = self.weight_bytes, self.vocabulary, self.measured, self.counter
         return NasdDrafter(self.config, storages, torch.device(device), *known)

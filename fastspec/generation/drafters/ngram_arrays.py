@@ -78,6 +78,11 @@ class Edges:
             self._enlarge()
         return number
 
+    def reserve(self, more: int) -> None:
+        """Make slots for so many edges more."""
+        while 2 * (len(self.keys) + more) > self.mask:
+            self._enlarge()
+
     def ends(self, number: int) -> tuple[int, int]:
         """(node, token) of an edge."""
         return self.keys[number] >> BITS, self.keys[number] & (1 << BITS) - 1
@@ -87,6 +92,8 @@ class Edges:
         next. In numpy, which wakes no other thread while rounds wait (`fastspec.generation.constraint.allow_all`)."""
         self.slots = array("i", bytes(16 * len(self.slots)))
         self.mask = len(self.slots) - 1
+        if len(self.keys) == 1:
+            return
         slots = torch.frombuffer(self.slots, dtype=torch.int32).numpy()
         wanted = (torch.frombuffer(self.keys, dtype=torch.int64).numpy()[1:] * WRAPPED >> 32) & self.mask
         left = torch.frombuffer(array("i", range(1, len(self.keys))), dtype=torch.int32).numpy()

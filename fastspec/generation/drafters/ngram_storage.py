@@ -10,7 +10,7 @@ drafts from matches of any length with a suffix tree.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from fastspec.errors import Unsupported, check_whole
 from fastspec.generation.drafters.ngram_arrays import (
     BITS,
     MOST,
+    WIDTH,
     Columns,
     Damaged,
     Edges,
@@ -31,6 +32,8 @@ from fastspec.generation.drafters.ngram_arrays import (
 
 Context = tuple[int, ...]
 """The last tokens of a text, the last one in front."""
+AT_ONCE = 1024
+"""Tokens that are counted by one call of a counter, for which arrays get room."""
 
 
 class NgramStorage:
@@ -80,6 +83,42 @@ class NgramStorage:
                 if length >= self._least:
                     count(node, counted)
         return (token, *cursor[: self.n - 2])
+
+    def feed_all(
+        self, cursor: Context, steps: Sequence[tuple[int, Sequence[int]]], counter: Callable[..., None]
+    ) -> Context:
+        """`feed` of each (token, fillers), by `counter`, the function of fastspec/kernels/native/ngrams.cpp."""
+        edges, tallies, most = self.edges, self.tallies, self.n - 1
+        context, known = array("i", cursor) + array("i", bytes(4 * (most - len(cursor)))), len(cursor)
+        for start in range(0, len(steps), AT_ONCE):
+            some = steps[start : start + AT_ONCE]
+            counted = array("i", [token for last, fillers in some for token in (*fillers, last)])
+            sizes = array("i", [1 + len(fillers) for _, fillers in some])
+            grown = edges.keys, tallies.heads, tallies.tokens, tallies.counts, tallies.later
+            used = array("q", [len(edges.keys), len(tallies.heads), len(tallies.tokens)])
+            edges.reserve(most * len(some))
+            for each, room in zip(grown, (len(some), len(some), *[len(counted)] * 3), strict=True):
+                each.frombytes(bytes(each.itemsize * most * room))
+            held = (each.buffer_info()[0] for each in (edges.keys, edges.slots))
+            tables = (each.buffer_info()[0] for each in grown[1:])
+            counter(
+                counted.buffer_info()[0],
+                sizes.buffer_info()[0],
+                len(some),
+                context.buffer_info()[0],
+                known,
+                most,
+                self._least,
+                *held,
+                edges.mask,
+                *tables,
+                WIDTH,
+                used.buffer_info()[0],
+            )
+            for each, end in zip(grown, (*used[:2], *[used[2]] * 3), strict=True):
+                del each[end:]
+            known = min(most, known + len(some))
+        return tuple(context[:known])
 
     def look(self, cursor: Context) -> tuple[int, list[tuple[int, int]]]:
         """The longest known context's continuations."""

@@ -18,14 +18,19 @@ from dataclasses import dataclass
 from statistics import median
 
 from fastspec.default_trees import TreeShape
+from fastspec.generation.drafters.acceptance import Acceptance
 
 Milliseconds = dict[int, dict[int, float]]
-"""Milliseconds of a round by the length of its texts, as `bucket` counts it, and by the number of nodes."""
-GRANTED, GRANTED_COLD = 1.2, 8.0
+"""Milliseconds of a round by the kind of round, as `bucket` counts it, and by the number of nodes."""
+GRANTED, GRANTED_COLD = 1.8, 8.0
 """Target passes that drafts may lose at the start of a call, and where every other size has to be captured first."""
-CREDIT = 1.0
-"""Target passes by which the first rounds with drafts of a call may overdraw their budget; later ones pay them back."""
-SHARE = 0.01
+DOUBTED, DOUBT = 0.3, 0.4
+"""Part of them where drafts are not thought to pay, as where they did in a smaller share of the last texts than DOUBT,
+each of which counts for a half."""
+CREDIT, PROVEN = 1.0, 0.9
+"""Target passes by which the first rounds with drafts of a call may overdraw their budget; later ones pay them back.
+A quarter more where they did in a larger share of the last texts than PROVEN."""
+SHARE = 0.0075
 """Target passes that every round adds to what drafts may lose."""
 SLACK = 1.0
 """Target passes at the most that a round may be measured to cost beyond what is known of its size: something else may
@@ -48,13 +53,9 @@ DECAY = 0.98
 """Weight that a round keeps with every further one, with drafts or without: a text may have changed meanwhile."""
 BETWEEN_CALLS = 0.5
 """Weight that the rounds of earlier calls keep."""
-USUAL, PRIOR = 0.6, 4.0
-"""Chance that a chain's first draft is accepted, before any was seen, and the rounds that it counts as."""
-TRUST = 16.0
-"""Rounds of a size that count as much as what those of other sizes say of it."""
-WIDTH = 0.43
-"""Growth of a level's chances with the logarithm of its width, fitted to trees of 16 and 32 nodes and chains of 1 and 3
-of an EAGLE-1 head for SmolLM2 on MT-bench and HumanEval."""
+CURIOUS, ENOUGH = 0.08, 32.0
+"""Part by which a size that was not tried may promise less than another and be tried, and the rounds of texts that do
+away with it."""
 RENEWED = 0.25
 """Weight of a block's milliseconds among those of its size."""
 MOST_TRIES = 3
@@ -63,69 +64,11 @@ CHANGES = 5
 """Changes of size whose median says what the next one costs."""
 
 
-def bucket(length: int) -> int:
-    """Texts of lengths that count as one: up to 1,024 tokens, 4,096, 16,384, and so on."""
-    return max(0, math.ceil(math.log2(max(1, length) / 1024) / 2))
-
-
-def width_of(shape: TreeShape) -> float:
-    """Multiple of a chain's chances that a level of this tree has, as `Acceptance` counts them."""
-    return 1 + WIDTH * math.log(max(1.0, (shape.total_tokens - 1) / (shape.max_path - 1)))
-
-
-class Acceptance:
-    """Counts of accepted drafts by size and depth, later ones with more weight.
-
-    A level is passed with probability 1 - exp(-c w): c belongs to the text, the head and the depth, and w = `width_of`
-    to the tree, so that the rounds of one size say what another would accept. A size's own rounds count besides.
-    """
-
-    def __init__(self, shapes: Sequence[TreeShape]) -> None:
-        self.levels = [shape.max_path - 1 for shape in shapes]
-        self.widths = list(map(width_of, shapes))
-        self.tried = [[0.0] * levels for levels in self.levels]
-        self.passed = [[0.0] * levels for levels in self.levels]
-        self.rounds, self.gained = [0.0] * len(shapes), [0.0] * len(shapes)
-
-    def count(self, size: int, accepted: Sequence[int]) -> None:
-        """Take how many drafts each running row accepted in a round of this size."""
-        tried, passed = self.tried[size], self.passed[size]
-        for drafts in accepted:
-            for depth in range(min(drafts + 1, self.levels[size])):
-                tried[depth] += 1
-                passed[depth] += drafts > depth
-        self.rounds[size] += len(accepted)
-        self.gained[size] += sum(accepted)
-
-    def fade(self, weight: float) -> None:
-        """Let all that was counted weigh less."""
-        for table in (*self.tried, *self.passed, self.rounds, self.gained):
-            table[:] = [weight * value for value in table]
-
-    def chances(self) -> list[float]:
-        """c at every depth: the mean of what the sizes say, and of the depth above it."""
-        found, before = [], -math.log(1 - USUAL)
-        for depth in range(max(self.levels)):
-            total, weight = PRIOR * before, PRIOR
-            for tried, passed, width in zip(self.tried, self.passed, self.widths, strict=True):
-                if depth < len(tried) and tried[depth]:
-                    failed = (tried[depth] - passed[depth] + 0.5) / (tried[depth] + 1)
-                    total -= tried[depth] * math.log(failed) / width
-                    weight += tried[depth]
-            before = total / weight
-            found.append(before)
-        return found
-
-    def expected(self) -> list[float]:
-        """Tokens of a round of every size, the bonus token included."""
-        chances, found = self.chances(), []
-        for levels, width, rounds, gained in zip(self.levels, self.widths, self.rounds, self.gained, strict=True):
-            reached, told = 1.0, 0.0
-            for chance in chances[:levels]:
-                reached *= 1 - math.exp(-chance * width)
-                told += reached
-            found.append(1 + (TRUST * told + gained) / (TRUST + rounds))
-        return found
+def bucket(length: int, hosted: bool = False) -> int:
+    """Rounds that count as one kind, by their texts: up to 1,024 tokens, 4,096, 16,384, and so on; below zero where
+    tokens are chosen by the host (`hosted`), which takes time of its own."""
+    found = max(0, math.ceil(math.log2(max(1, length) / 1024) / 2))
+    return ~found if hosted else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +125,19 @@ class TreeSizes:
         """True where something was measured that is not in `known` as it was kept."""
         self.pending: Milliseconds = {}
         """Milliseconds of this call's rounds, where it is used by the next one."""
+        self.left, self.paid, self.net = 0.0, 0.75, 0.0
+        """Target passes that drafts may still lose, below zero where they have lost more; the share of the last texts
+        whose drafts brought more than they cost; and what this one's have brought so far."""
         self.length, self.rounds, self.drafted = 0, 0, 0
-        """The bucket of the texts, rounds since the beginning, and those with drafts."""
+        """The bucket of the rounds, how many there were since the beginning, and those with drafts."""
+        self.share = 1.0
+        """Share of the running rows that take drafts."""
         self.samples: list[float] = []
         self.made: frozenset[int] = frozenset()
         """The sizes that need not be captured, as far as is known."""
-        self.size = self.first
+        self.size, self.due, self.probes = self.first, 0, False
+        self.least = 0.0
+        """Target passes that the rounds of this block were measured to cost more than plain ones, at the least."""
         self.begin()
 
     def nodes(self, size: int) -> int:
@@ -197,18 +147,58 @@ class TreeSizes:
     def begin(self) -> None:
         """A call begins, on a text of its own."""
         self.acceptance.fade(BETWEEN_CALLS)
-        self.left, self.gain, self.since = GRANTED_COLD if self._is_cold() else GRANTED, 0.0, 0
-        """Target passes that drafts may still lose, below zero where they have lost more; what the last round with
-        drafts accepted; and rounds since sizes were compared."""
+        self.acceptance.part()
+        self._judge(1.0)
+        self.left = self._granted(1.0)
+        self.gain, self.since = 0.0, 0
+        """What the last round with drafts accepted, and rounds since sizes were compared."""
         self.last: int | None = None
         """The size of the round before, in this call."""
-        self.credit = CREDIT
+        self.credit = self._credit()
         """Target passes by which drafts may overdraw what is left."""
-        self.samples.clear()
+        self._measured()
         if self.drafted < EVIDENCE and self._affords(self.first):
             self._use(self.first, BLOCK)
         else:
             self._choose(begins=True)
+
+    def join(self, share: float) -> None:
+        """A new text takes the place of one that was so large a `share` of the rows': as `begin`, for that share."""
+        if share == 1:
+            self.begin()
+            return
+        self.acceptance.fade(BETWEEN_CALLS**share)
+        self._judge(share)
+        self.left = self._granted(share)
+        self.credit = max(self.credit, min(self._credit(), self.credit + share * self._credit()))
+        if not self.size:  # whose drafts may pay
+            self.due = min(self.due, 1)
+
+    def _judge(self, share: float) -> None:
+        """A text that so large a `share` of the rows had is over, or another joins."""
+        if self.net:
+            self.paid += (1 - 0.5**share) * ((self.net > 0) - self.paid)
+        self.net = 0.0
+
+    def _granted(self, share: float) -> float:
+        """Target passes that drafts may lose, where so large a share of the rows has another text. What was saved in
+        texts whose drafts were not thought to pay tries them again."""
+        granted = GRANTED_COLD if self._is_cold() else GRANTED
+        if self._trusts():
+            return (1 - share) * self.left + share * granted
+        kept = self.left + share * max(0.0, -self.left)
+        return min(kept + share * DOUBTED * granted, granted + CREDIT)
+
+    def _credit(self) -> float:
+        """Target passes that a text's drafts may overdraw."""
+        return CREDIT * (1.25 if self.paid > PROVEN else 1.0) if self._trusts() else 0.0
+
+    def _trusts(self) -> bool:
+        """True where drafts are thought to pay: by what was seen of some size, and of the last texts."""
+        if self.drafted < EVIDENCE or self._is_cold():
+            return True
+        plain, *rates = self.rates()
+        return self.paid >= DOUBT and max(rates) > plain
 
     def end(self) -> None:
         """A call is over: keep what was measured."""
@@ -227,13 +217,13 @@ class TreeSizes:
     @property
     def goes_on(self) -> bool:
         """True where the round after the next one has the same size, as far as is known."""
-        return self.due > 1 or (self.size > 0 and not self.probes)
+        return self.due > 1 if self.probes or not self.size else self._affords(self.size, 2)
 
     def ms(self, size: int) -> float:
         """Milliseconds of a round of this size: measured, or by the prior's ratio to the nearest that was."""
         if not self.known:
             return self.prior[size]
-        spent = self.known[min(self.known, key=lambda length: abs(length - self.length))]
+        spent = self.known[self._nearest()]
         if (found := spent.get(self.nodes(size))) is not None:
             return found
         sizes = [each for each in range(len(self.prior)) if self.nodes(each) in spent]
@@ -254,32 +244,70 @@ class TreeSizes:
     def rates(self) -> list[float]:
         """Expected tokens a millisecond of every size."""
         expected = [1.0, *self.acceptance.expected()]
-        return [tokens / self.ms(size) for size, tokens in enumerate(expected)]
+        rest = 1.0 - self.share
+        return [(rest + self.share * tokens) / self.ms(size) for size, tokens in enumerate(expected)]
 
-    def count(self, size: int, accepted: Sequence[int], ms: float | None, length: int, made: Collection[int]) -> None:
-        """Take a round of this size: the drafts that each running row accepted, its milliseconds where these say
-        something, and the longest text. `made` are the sizes that have run before in these rounds."""
-        self.length, self.made = bucket(length), frozenset(made)
+    def count(
+        self,
+        size: int,
+        accepted: Sequence[int],
+        ms: float | None,
+        length: int,
+        made: Collection[int],
+        share: float = 1.0,
+        hosted: bool = False,
+    ) -> None:
+        """Take a round of this size: the drafts that each running row accepted of those that take some, its
+        milliseconds where these say something, and the longest text. `made` are the sizes that have run before in these
+        rounds, `share` is that of the running rows that take drafts, and `hosted` says that the host chose tokens."""
+        self._of_kind(bucket(length, hosted))
+        self.made, self.share = frozenset(made), share
         self.rounds += 1
         self.since += 1
         former, self.last = self.last, size
         changed = former is not None and former != size
-        self.left += SHARE - self._spent(size, ms, former if changed else None)
+        spent = self._spent(size, ms, former if changed else None)
+        self.left += SHARE - spent
+        self.net -= spent
         if size and accepted:
             self.drafted += 1
             self.acceptance.count(size - 1, accepted)
-            self.gain = sum(accepted) / len(accepted)
+            self.gain = share * sum(accepted) / len(accepted)
             self.left = min(MOST_EARNED, self.left + self.gain)
+            self.net += self.gain
         if size != self.size:  # it was in flight when another was chosen
             return
         if ms is not None and not changed:
             self.samples.append(ms)
+            self.least = min(self.least or spent, spent)
         self.due -= 1
         if self.due <= 0 or (size and not self.probes and not self._affords(size)):
             self._measured()
+            self.acceptance.learn()
             self.acceptance.fade(DECAY**self.since)
             self.since = 0
             self._choose()
+
+    def try_out(self, size: int, ms: float | None, length: int, made: Collection[int], hosted: bool = False) -> None:
+        """Take a round of a size that a warm-up asks for, whose text says nothing of acceptance: `count` without it."""
+        if size != self.size:
+            self._measured()
+            self.size = size
+        self._of_kind(bucket(length, hosted))
+        self.made = frozenset(made)
+        if ms is not None:
+            self.samples.append(ms)
+
+    def tried(self) -> None:
+        """A warm-up is over: know what it measured."""
+        self._measured()
+        self.last = None
+
+    def _of_kind(self, kind: int) -> None:
+        """Rounds from here on are of this bucket."""
+        if kind != self.length:
+            self._measured()
+            self.length = kind
 
     def choice(self) -> TreeChoice:
         """The choice as it stands."""
@@ -293,14 +321,15 @@ class TreeSizes:
             self.nodes(self.size),
         )
 
-    def _affords(self, size: int) -> bool:
-        """True where a round of this size may bring nothing, with the one that is in flight by then and the change to
-        rounds without drafts, or the last one, of this size, brought what it cost."""
-        price = self.price(size)
+    def _affords(self, size: int, rounds: int = 1) -> bool:
+        """True where so many rounds of this size may bring nothing, and the change to rounds without drafts may follow,
+        or the last one, of this size, brought what it cost."""
+        price = self.price(size) if size != self.size else max(self.price(size), self.least)
         if size == self.size and price <= self.gain:
             return True
-        if self.last is None or size == self.size:
-            return (2 if self.captures else 1) * price + self.change(size) <= self.left + self.credit
+        if self.last is None or size <= self.size:
+            change = self.change(size) + (0.0 if self.last is None or size == self.size else self.change(self.size))
+            return rounds * price + change <= self.left + self.credit
         return CAUTION * price + self.change(self.size) <= self.left
 
     def _spent(self, size: int, ms: float | None, former: int | None) -> float:
@@ -325,9 +354,18 @@ class TreeSizes:
                 self.pending.setdefault(self.length, {})[nodes] = spent
         self.samples.clear()
 
+    def _nearest(self, kind: int | None = None) -> int:
+        """The bucket that is known and most like this one, or that of the rounds."""
+        kind = self.length if kind is None else kind
+
+        def distance(other: int) -> tuple[bool, int]:
+            return (other < 0) != (kind < 0), abs(max(other, ~other) - max(kind, ~kind))
+
+        return min(self.known, key=distance)
+
     def _take(self, length: int, nodes: int, ms: float) -> None:
         if length not in self.known and self.known:  # as elsewhere, and so much more or less for all sizes
-            other = self.known[min(self.known, key=lambda each: abs(each - length))]
+            other = self.known[self._nearest(length)]
             more = ms - other.get(nodes, ms)
             self.known[length] = {each: max(0.5 * spent, spent + more) for each, spent in other.items()}
         table = self.known.setdefault(length, {})
@@ -337,14 +375,19 @@ class TreeSizes:
 
     def _use(self, size: int, rounds: int) -> None:
         self.size, self.due, self.probes = size, rounds, False
+        self.least = 0.0
         if not size:
             self.credit = 0.0
+            self.acceptance.part()
 
     def _choose(self, begins: bool = False) -> None:
         """The size of the next rounds, and how many they are."""
         rates, former = self.rates(), self.size
         paying = [size for size in range(1, len(rates)) if self._affords(size)]
         best = max((0, *paying), key=rates.__getitem__)
+        if near := [size for size in paying if best and size != best and self._may_try(size, rates[best], rates)]:
+            self._use(max(near, key=rates.__getitem__), EVIDENCE)
+            return
         if former in paying and best:
             wanted = WORTH_MAKING if self.captures and best not in self.made else BETTER
             if rates[best] < wanted * rates[former] or self.drafted < EVIDENCE:
@@ -365,6 +408,12 @@ class TreeSizes:
             else:
                 self._use(0, min(LONGEST_REST, max(EVIDENCE, math.ceil(lacks / SHARE))))
 
+    def _may_try(self, size: int, best: float, rates: Sequence[float]) -> bool:
+        """True where a size may promise too little, of which little was seen while others have brought much."""
+        if self.left < MOST_EARNED / 2 or (self.captures and size not in self.made):
+            return False
+        return rates[size] * (1 + CURIOUS * max(0.0, 1 - self.acceptance.seen[size - 1] / ENOUGH)) > best
+
     def _probe(self) -> int:
         """The size that drafts are tried again with: the cheapest."""
         sizes = range(1, len(self.prior))
@@ -372,8 +421,8 @@ class TreeSizes:
         return min(there or sizes, key=self.price)
 
     def _is_cold(self) -> bool:
-        """True where a size has to be captured first, and too few rounds have run to pay for it."""
-        return self.captures and self.rounds < SETTLED
+        """True where sizes have to be captured first, and too few rounds have run to pay for it."""
+        return self.captures and self.rounds < SETTLED and len(self.made) <= len(self.shapes)
 
     def _unknown(self) -> bool:
         """True where what a plain round takes is a guess."""

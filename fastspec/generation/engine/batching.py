@@ -119,6 +119,11 @@ class Batch:
         """True unless rows go on, none of which takes drafts."""
         return True
 
+    @property
+    def takes_drafts(self) -> list[bool] | None:
+        """Rows of which drafts may be accepted; None: all."""
+        return None
+
     def read(self, prompt: int, tokens: list[int], scores: Tensor, logits: Tensor) -> None:
         """Take a prompt's first token, of scores and logits [1, V]."""
         if self.request.measure:

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from fastspec.generation.capture import SPENT
+from fastspec.generation.capture import NARROWEST, SPENT
 from fastspec.generation.constraint import Masks
 from fastspec.generation.drafters.base import Drafter, HostDrafter, MixingDrafter, Place, RootsOnly
 from fastspec.generation.drafters.given_text import GivenText
@@ -66,16 +66,22 @@ class Engine(Generic[TargetT]):
         self.drafts = True
         """False where no row takes drafts in the rounds from here on."""
         self.rests = False
-        """True where the last round was such a round."""
+        """True where the last round had drafts for no row."""
+        self.takes: Sequence[bool] | None = None
+        """Rows that take drafts, where not all do."""
         self.current = self.main
         self.sizes = sizes
         self.sized: dict[int, RoundProgram] = {}
         """The rounds of every size that was chosen."""
         self.size = 0
         """That of the last round."""
+        self.pinned: int | None = None
+        """The size that a warm-up asks for, in place of the one that is chosen."""
         self.measured_from: float | None = None
         """Second from which the next round's time counts; None where other work comes before it."""
         self.schedules: dict[tuple[RoundProgram, Place], Schedule] = {}
+        self.place = Place.DEVICE
+        """Place of the last round's verdict."""
         self.fallback = Fallback(self.state.root.device)
         self.last: Round
         """Result of the last round."""
@@ -137,6 +143,8 @@ class Engine(Generic[TargetT]):
         self.measured_from = None
         if self.resting is not None:
             self.resting.forget(row)  # the others' is read later
+        if self.sizes is not None and self.pinned is None:
+            self.sizes.join(1 / len(self.state.running))
         self._leave()
         self.target.copy_row(row, target, count, source or 0)
         if drafter is not None and self.drafter is not None:
@@ -170,15 +178,16 @@ class Engine(Generic[TargetT]):
 
         `verifier` decides in place of `choice`. With `asynchronous` the next round is launched before this one is read,
         where it can be: rows that this round ends go on for one more, and only the tokens of this one can be read.
-        Without `drafts` it is a round of `undrafted`, unless one of the other rounds is in flight.
+        Without `drafts` it is a round of `undrafted`, or of size 0 where sizes are chosen, unless one of the other
+        rounds is in flight.
         """
         if not self.in_flight:
             self.rests = not self.drafts and self.undrafted is not None
+        if self.sizes is not None and self.current is self.main:
+            return self._sized_step(self.sizes, longest, stats, verifier or self.choice, asynchronous)
         if self.rests and self.undrafted is not None:
             self.settle()
             return self._step(self.undrafted, longest, stats, verifier or self.choice, asynchronous)
-        if self.sizes is not None and self.current is self.main:
-            return self._sized_step(self.sizes, longest, stats, verifier or self.choice, asynchronous)
         if not self.fallback.is_next(self.current.drafter):
             return self._step(self.current, longest, stats, verifier or self.choice, asynchronous)
         emitted = self._step(
@@ -195,24 +204,54 @@ class Engine(Generic[TargetT]):
         """`step` with trees of the size that was chosen. It changes where no round is in flight: the last one of a size
         is read before one of another is launched."""
         assert self.resting is not None
-        began = self.measured_from
+        began, size = self.measured_from, self._wanted
         if not self.in_flight:
-            self.size = sizes.size
+            self.size = size
         if self.size or self.kept + self.in_flight > self.resting.backlog - 2:
             self._hand_over()  # part of what the next round takes
-        stays = sizes.size == self.size and sizes.goes_on
+        chosen = self.pinned is None and not self.rests
+        stays = size == self.size and (sizes.goes_on or not chosen)
         made = SPENT.first_runs + SPENT.captures
         emitted = self._step(self._of_size(sizes, self.size), longest, stats, verifier, asynchronous and stays)
         now, made = time.perf_counter(), SPENT.first_runs + SPENT.captures - made
         self.kept += not self.size
-        going = zip(emitted, self.state.running, self.state.padded, strict=True)
-        accepted = [max(row[0], -1 - row[0]) for row, running, padded in going if running and not padded]
         # a call's first captured rounds wait for the host, and those of a profile for its marks
         settled = (asynchronous or not self.target.captures) and self.main.clock is None
         ms = 1e3 * (now - began) if began is not None and settled and not made else None
-        sizes.count(self.size, accepted, ms, longest, self.sized.keys())
-        self.measured_from = now
+        hosted = self.place is not Place.DEVICE
+        if self.pinned is not None:
+            sizes.try_out(self.size, ms, longest, self.sized.keys(), hosted)
+        elif chosen:
+            going = zip(emitted, self.state.running, self.state.padded, strict=True)
+            rows = [row for row, (_, running, padded) in enumerate(going) if running and not padded]
+            takes = [row for row in rows if self.takes is None or self.takes[row]]
+            accepted = [max(emitted[row][0], -1 - emitted[row][0]) for row in takes]
+            share = len(takes) / len(rows) if rows else 1.0
+            sizes.count(self.size, accepted, ms, longest, self.sized.keys(), share, hosted)
+        self.measured_from = now if chosen or self.pinned is not None else None
         return emitted
+
+    @property
+    def _wanted(self) -> int:
+        """The size of the next round, where sizes are chosen."""
+        if self.rests or self.sizes is None:
+            return 0
+        return self.sizes.size if self.pinned is None else min(self.pinned, len(self.sizes.shapes))
+
+    def warm_reading(self) -> None:
+        """Capture how the drafter reads what rounds without drafts emitted, for every number of rounds, where sizes are
+        chosen. No row goes on."""
+        if self.resting is None or not self.target.captures:
+            return
+        self.drain()
+        self.settle()
+        width = NARROWEST
+        while True:
+            for _ in range(2):  # the first run compiles
+                self.resting.hand_over(min(width, self.resting.backlog))
+            if width >= self.resting.backlog:
+                return
+            width *= 2
 
     def _of_size(self, sizes: TreeSizes, size: int) -> RoundProgram:
         """The rounds of a size, 0 without drafts."""
@@ -224,7 +263,7 @@ class Engine(Generic[TargetT]):
 
     def _hand_over(self) -> None:
         """Let the drafter read what rounds without drafts have kept; one in flight is launched already."""
-        flying = int(self.in_flight and not self.size and not self.rests)
+        flying = int(self.in_flight and not self.size)
         if self.resting is not None and self.kept + flying > 0:
             self.resting.hand_over(self.kept + flying)
             self.kept = -flying  # it counts when it is read
@@ -244,7 +283,8 @@ class Engine(Generic[TargetT]):
     def _step(
         self, program: RoundProgram, longest: int, stats: Stats, verifier: Verifier, asynchronous: bool
     ) -> Emitted:
-        key = program, place_of(program, verifier)
+        self.place = place_of(program, verifier)
+        key = program, self.place
         schedule = self.schedules.get(key) or self.schedules.setdefault(key, schedule_of(program, verifier))
         self._leave(schedule)
         self.last, emitted = schedule.step(verifier, longest, stats, asynchronous)
@@ -279,7 +319,7 @@ class Engine(Generic[TargetT]):
             return self.plain.longest
         if self.sizes is None or self.current is not self.main:
             return self.main.longest
-        size = self.size if self.in_flight else self.sizes.size
+        size = self.size if self.in_flight else self._wanted
         return self.sizes.shapes[size - 1].max_path if size else 1
 
     @property

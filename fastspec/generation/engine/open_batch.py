@@ -246,6 +246,11 @@ class OpenBatch(Batch):
             going = going or on
         return not going
 
+    @property
+    def takes_drafts(self) -> list[bool] | None:
+        found = [held is None or held.rule.drafts for held in self.prompts]
+        return None if all(found) else found
+
     def goes_on(self, longest: int) -> bool:
         """True where a round may be launched before the one in front of it is read, of which nobody asks for more than
         tokens."""
@@ -403,6 +408,27 @@ class RowCounts(Generic[TargetT]):
         self.room = room
         for each in self.made.values():
             each.engine.reserve(room)
+
+    def sizes(self) -> dict[int, list[int | None]]:
+        """Sizes of trees that captured rounds of every number of rows choose from; None alone where they do not."""
+        found = dict[int, list[int | None]]()
+        for step in self.steps:
+            made = self.made.get(step)
+            sizes = made.engine.sizes if made is not None and made.engine.target.captures else None
+            found[step] = [None] if sizes is None else [*range(len(sizes.shapes) + 1)]
+        return found
+
+    def pin(self, size: int | None) -> list[Engine[TargetT]]:
+        """Let all rounds have trees of this size, or of the one that they choose -> their engines."""
+        engines = [each.engine for each in self.made.values()]
+        for engine in engines:
+            engine.pinned = size
+        return engines
+
+    def make_all(self) -> None:
+        """Make the rounds of every number of rows."""
+        for step in self.steps:
+            self._of(step)
 
     def turn(self) -> None:
         """A turn of the rounds that the load needs. Before these change no round is launched ahead, since prompts move

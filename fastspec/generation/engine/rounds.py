@@ -137,6 +137,7 @@ class Rounds(Generic[TargetT]):
             asynchronous = stays and self.joining is None and not self._lets_in() and batch.goes_on(engine.longest)
             engine.state.activate(batch.running, batch.padded)
             engine.drafts = batch.drafting
+            engine.takes = batch.takes_drafts
             take(engine.step(max(batch.lengths), batch.stats, self.verifier, asynchronous), engine, batch)
 
     def _lets_in(self) -> bool:

@@ -16,14 +16,15 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import torch
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+HERE = Path(__file__).parent
 HEADERS = "attention.h", "choices.h", "layer.h", "products.h", "products_bf16.h", "stack.h", "threads.h", "vectors.h"
-INCLUDED = tuple(map(SOURCE.with_name, HEADERS))
 COMPILERS = "c++", "g++", "clang++"
 COMMON = "-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast"
 FLAGS = {
@@ -49,6 +50,18 @@ SIGNATURES["linear" + BF16] = [*SIGNATURES["linear"], N]
 MIXED = BF16 + "_fp32"
 """The same where cosines and sines are in fp32, as a head's are."""
 SIGNATURES |= {name + MIXED: SIGNATURES[name] for name in ("rope_cache", "stack")}
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """The file of a library, and those that it includes."""
+
+    file: Path
+    included: tuple[Path, ...] = ()
+
+
+KERNELS = Sources(HERE / "kernels.cpp", tuple(HERE / name for name in HEADERS))
+NGRAMS = Sources(HERE / "ngrams.cpp")
 DIGEST = hashlib.sha256().digest_size
 SECONDS = 120
 """After which a compiler is given up."""
@@ -80,10 +93,11 @@ def command(source: Path, out: Path) -> list[str]:
     return [*found, *COMMON, *FLAGS[torch.backends.cpu.get_cpu_capability()], str(source), "-o", str(out)]
 
 
-def library_name() -> str:
-    """The name of the library's file: other sources, instructions or compilers make another."""
-    told = [*(each.read_text(encoding="utf-8") for each in (SOURCE, *INCLUDED)), *command(SOURCE, Path("out"))[:-1]]
-    return f"kernels-{hashlib.sha256(chr(0).join(told).encode()).hexdigest()[:16]}.so"
+def library_name(sources: Sources = KERNELS) -> str:
+    """The name of a library's file: other sources, instructions or compilers make another."""
+    texts = (each.read_text(encoding="utf-8") for each in (sources.file, *sources.included))
+    told = [*texts, *command(sources.file, Path("out"))[:-1]]
+    return f"{sources.file.stem}-{hashlib.sha256(chr(0).join(told).encode()).hexdigest()[:16]}.so"
 
 
 def whole(path: Path) -> bool:
@@ -95,16 +109,18 @@ def whole(path: Path) -> bool:
     return hashlib.sha256(content[:-DIGEST]).digest() == content[-DIGEST:]
 
 
-def build(folder: Path) -> str | None:
-    """Compile the library into a folder where it is not there yet, or not whole -> None, or what went wrong."""
-    path = folder / library_name()
+def build(folder: Path, sources: Sources = KERNELS) -> str | None:
+    """Compile a library into a folder where it is not there yet, or not whole -> None, or what went wrong."""
+    path = folder / library_name(sources)
     if whole(path):
         return None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as made:
             out = Path(made) / path.name
-            done = subprocess.run(command(SOURCE, out), capture_output=True, text=True, timeout=SECONDS, check=False)
+            done = subprocess.run(
+                command(sources.file, out), capture_output=True, text=True, timeout=SECONDS, check=False
+            )
             if done.returncode:
                 return (
                     f"{shlex.join(compiler() or [])} ended with {done.returncode}: "
@@ -122,11 +138,20 @@ def build(folder: Path) -> str | None:
 
 @cache
 def library(path: Path) -> ctypes.CDLL:
-    """The library, with the types of its functions. Raises OSError where it cannot be loaded."""
+    """The library of KERNELS, with the types of its functions. Raises OSError where it cannot be loaded."""
     found = ctypes.CDLL(str(path))
     for name, types in SIGNATURES.items():
         function = getattr(found, f"fastspec_{name}")
         function.argtypes, function.restype = types, None
     found.fastspec_team.argtypes, found.fastspec_team.restype = [N], N
     found.fastspec_note.argtypes, found.fastspec_note.restype = [N, N, N], None
+    return found
+
+
+@cache
+def counter(path: Path) -> Callable[..., None]:
+    """The function of the library of NGRAMS, which other threads of Python wait for: storages are theirs too. Raises
+    OSError where it cannot be loaded."""
+    found: Callable[..., None] = ctypes.PyDLL(str(path)).fastspec_count_ngrams
+    found.argtypes, found.restype = [P, P, N, P, N, N, N, P, P, N, P, P, P, P, N, P], None  # type: ignore[attr-defined]
     return found

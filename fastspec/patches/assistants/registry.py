@@ -25,7 +25,7 @@ from fastspec.config import (
 from fastspec.default_trees import CPP_TREE
 from fastspec.errors import CheckpointError, Unsupported, accepted
 from fastspec.generation.drafters.base import Decoding, adopt_decoding, check_taps
-from fastspec.generation.drafters.dynamic_tree import DynamicDecoding, trees_of
+from fastspec.generation.drafters.dynamic_tree import DynamicDecoding, SizedDecoding, trees_of
 from fastspec.generation.drafters.head_drafter import EagleDrafter, StaticDrafter
 from fastspec.generation.drafters.head_program import Cut, HeadProgram, cut_over
 from fastspec.generation.drafters.nasd import NasdDecoding, check_tokens
@@ -39,6 +39,7 @@ from fastspec.patches.assistants.head_bits import in_bits, ops_of, refuse_fused
 from fastspec.patches.assistants.heads import parts_of
 from fastspec.patches.assistants.mtp import load_mtp, save_with_mtp
 from fastspec.patches.assistants.speculative import read_parameters, resolve_speculative, vocabulary
+from fastspec.patches.backends import ngram_counter
 from fastspec.patches.call.refusals import refuse_heads, refuse_joining
 from fastspec.patches.hf.compat import device_of, dtype_of
 from fastspec.patches.hf.parallel import embedding_of, group_of, parallel_style, share_of
@@ -89,14 +90,13 @@ class EagleDecoding(DynamicDecoding):
         return drafter
 
 
-@dataclass(frozen=True, slots=True)
-class StaticDecoding(Decoding):
-    """Decoding with an EAGLE-1 head and a static tree."""
+@dataclass(frozen=True, kw_only=True)
+class StaticDecoding(SizedDecoding):
+    """Decoding with an EAGLE-1 head and a static tree, or as much of it as pays."""
 
     continuous: ClassVar[bool] = True
     config: Eagle1
     head: BoundHead
-    name: str = "eagle"
     taps: tuple[int, ...] = ()
     cut: Cut | None = None
     """Share that this process has of the head; None: all of it."""
@@ -246,7 +246,9 @@ def _check_top_k(head: BoundHead, top_k: int) -> None:
 
 def _eagle(config: Eagle1, resources: dict[str, Any], model: Any) -> StaticDecoding:
     head = _head("eagle", resources, model, 1 + max(map(max, config.tree())))
-    return StaticDecoding(config, head, cut=cut_over(head.module, group_of(model)))
+    steps = (config, device_of(model).type) if config.is_default else None
+    cut = cut_over(head.module, group_of(model))
+    return StaticDecoding(name=config.name, config=config, head=head, cut=cut, device_steps=steps)
 
 
 def _dynamic(config: Eagle2 | Eagle3 | Mtp, resources: dict[str, Any], model: Any) -> EagleDecoding:
@@ -284,7 +286,8 @@ def _nasd(config: Nasd, resources: dict[str, Any], model: Any) -> NasdDecoding:
     weight_bytes = sum(weight.nbytes for weight in read_parameters(model))
     session, alone = session_of(model), group_of(model) is None  # processes choose alike
     clocked = alone and weight_bytes >= MEASURED_BYTES and (device_of(model).type, dtype_of(model)) == EXACT
-    return NasdDecoding(config, weight_bytes, size, session.ngram_costs if session is not None and clocked else None)
+    measured = session.ngram_costs if session is not None and clocked else None
+    return NasdDecoding(config, weight_bytes, size, measured, ngram_counter())
 
 
 def _cascade(resources: dict[str, Any]) -> Any:

@@ -10,7 +10,7 @@ import torch
 from fastspec.errors import Unsupported
 from fastspec.generation.capture import SPENT
 from fastspec.generation.drafters.base import Drafter, Process, adopt
-from fastspec.generation.drafters.dynamic_tree import DynamicDecoding
+from fastspec.generation.drafters.dynamic_tree import SizedDecoding
 from fastspec.generation.drafters.given_text import CHUNKS
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.engine.rounds import TOGETHER_TOKENS
@@ -27,7 +27,7 @@ def sized(plan: Plan) -> Plan:
     """The plan with trees of the depth that is left to the temperature, and of sizes that rounds choose where these are
     left to the device, and pay."""
     decoding = plan.decoding
-    if not isinstance(decoding, DynamicDecoding):
+    if not isinstance(decoding, SizedDecoding):
         return plan
     if decoding.device_steps is not None and _chooses_sizes(plan):
         decoding = replace(decoding, steps=decoding.device_steps)
@@ -57,6 +57,7 @@ def engine_of(plan: Plan) -> tuple[Engine[HFModel], Hashable]:
             key = _key(plan)
     else:
         engine.drafter = _opened(plan, engine.target, engine.drafter, plan.request.width)
+    engine.pinned = plan.session.pinned
     if engine.sizes is not None and plan.ranks is not None:
         engine.sizes.agree(plan.ranks.first_value)
     _restore(plan, engine.target)

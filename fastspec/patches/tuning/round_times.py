@@ -14,7 +14,7 @@ import torch
 from fastspec import files
 from fastspec.default_trees import TreeShape
 from fastspec.generation.drafters.base import Decoding
-from fastspec.generation.drafters.dynamic_tree import DynamicDecoding
+from fastspec.generation.drafters.dynamic_tree import SizedDecoding
 from fastspec.generation.drafters.policy import COSTS
 from fastspec.generation.drafters.tree_sizes import Milliseconds, TreeSizes
 from fastspec.generation.ops import Ops
@@ -32,7 +32,7 @@ def tree_sizes(
 ) -> TreeSizes | None:
     """Chooser of the sizes of a decoding's trees in rounds of so many rows, one for all calls of a kind; None where
     their size is fixed. Without `timed` it has no clock in a call."""
-    if not isinstance(decoding, DynamicDecoding) or decoding.steps is None:
+    if not isinstance(decoding, SizedDecoding) or decoding.steps is None:
         return None
     device, dtype = device_of(model), dtype_of(model)
     key = decoding.steps, rows, device, dtype, decoding.temperature
