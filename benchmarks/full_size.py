@@ -348,6 +348,7 @@ def shape_parser(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--head-bits", type=numbers, default=[16], help="of the head's weights: 16,8 times both")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--backend", default="auto")
+    parser.add_argument("--sums", type=names, default=["fast"], help="fast, exact (`patch(exact=True)`), with commas")
     return parser
 
 
@@ -358,7 +359,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--drafter", default="auto", choices=FUSED, help="fused: one launch for the draft phase")
     parser.add_argument("--weights", type=names, default=["dense"], help=f"as stored: {', '.join(STORED)}, with commas")
     parser.add_argument("--tree", default="60,7,10", help="nodes, depth and children of a round of eagle3")
-    parser.add_argument("--sums", type=names, default=["fast"], help="fast, exact (`patch(exact=True)`), with commas")
     args = parser.parse_args(arguments)
     device, _ = device_here()
     bandwidth = read_bandwidth(device)

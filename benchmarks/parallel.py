@@ -140,15 +140,15 @@ def norms(group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, wi
     return found
 
 
-def rounds(model: Any, head: Any, ids: Tensor, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def rounds(model: Any, head: Any, ids: Tensor, added: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Rows of rounds of one model, as they are measured: transformers' own, plain ones, and those with a head."""
     read = sum(local_part(parameter).nbytes for parameter in read_parameters(model))
     kept = kept_bytes(model, ids.shape[1], len(ids)) // processes_of(model)
-    base = {"what": "round", "read_bytes": read, "kept_bytes": kept}
+    base = {"what": "round", "sums": added, "read_bytes": read, "kept_bytes": kept}
     if args.peer:
         yield base | {"method": "transformers", **peer(model, ids, min(args.tokens, 24), args.calls)}
     big = fastspec.Eagle3(depth=7, top_k=10, total_tokens=60)
-    with fastspec.patched(model, eagle3=head, backend=args.backend):
+    with fastspec.patched(model, eagle3=head, backend=args.backend, exact=added == "exact"):
 
         def asked(when: str) -> Iterator[dict[str, Any]]:
             for method in args.methods.split(","):
@@ -235,11 +235,11 @@ def main(arguments: list[str] | None = None) -> None:
                 model = make_cut(name, dtype, group.size()) if count == "all" else make_model(name, device.type, dtype)
                 torch.manual_seed(1)
                 head = make_head(model, args.draft_vocab)
-                for prefix, batch in product(args.prefix, args.batch):
+                for prefix, batch, added in product(args.prefix, args.batch, args.sums):
                     drawn = torch.Generator().manual_seed(0)
                     ids = torch.randint(10, config.vocab_size, (batch, prefix), generator=drawn).to(device)
                     where = {"processes": group.size() if count == "all" else 1, "prefix": prefix, "batch": batch}
-                    tell(rounds(model, head, ids, args), shape=name, **where)
+                    tell(rounds(model, head, ids, added, args), shape=name, **where)
                     if args.stage:
                         tell(cascade(model, args.stage, ids, args), shape=name, new_tokens=args.tokens, **where)
                 del model, head

@@ -112,11 +112,18 @@ def compiled(target: int | str, rows: list[dict[str, Any]]) -> None:
                 )
             used = {} if isinstance(target, str) else usage(made.asm["cubin"])
             shared = made.metadata.shared + used.pop("static", 0)
-            rows.append({"kernel": kernel.__name__, "shared": shared, **used})
+            row = {"kernel": kernel.__name__, "shared": shared, **used}
+            rows.append(row | ({"squares": places(made.asm["ttgir"])} if kernel.__name__.endswith("_norm") else {}))
 
         return run
 
     JITFunction.__getitem__ = bound
+
+
+def places(ttgir: str) -> list[str]:
+    """The layouts of fp32 rows that a kernel adds up: which of a row's values a thread has."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
+    return [layouts[name] for name in re.findall(r"\}\) : \(tensor<\d+xf32, (#\w+)>\) -> f32", ttgir)]
 
 
 def writes_early(ptx: str) -> bool:
@@ -223,11 +230,12 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
             ("", x, space),
             (" after its product", DeferredProduct(x, few(hidden, hidden), None, linear_parts.linear_parts), space),
             (" of four processes", x, many),
+            (" in order", x, many),
         ):
             yield (
                 f"reduced_norm{name}, {rows} rows",
-                lambda x=x, own=own, spread=spread: reduced_norm.reduced_norm(
-                    own, few(hidden), 1e-5, x, None, None, None, spread
+                lambda x=x, own=own, spread=spread, ordered=name == " in order": reduced_norm.reduced_norm(
+                    own, few(hidden), 1e-5, x, None, None, None, spread, ordered
                 ),
             )
         yield (

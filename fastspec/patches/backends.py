@@ -238,7 +238,9 @@ def exact_ops() -> Ops:
     """The Triton kernels that sum in a fixed order: nodes of a tree get the bits that plain decoding gives them."""
     ops = triton_ops()
     from fastspec.kernels.attention import ordered as attention
+    from fastspec.kernels.linear import experts
     from fastspec.kernels.linear import ordered as products
+    from fastspec.kernels.parallel import joins, reduced_norm
     from fastspec.kernels.quantised import linear as quantised
 
     return replace(
@@ -251,6 +253,10 @@ def exact_ops() -> Ops:
         gate_up=products.gate_up,
         stored_linears=quantised.in_turns(quantised.linears),
         stored_parts=quantised.in_turns(quantised.linear_parts),
+        experts=partial(experts.experts, ordered=True),
+        stored_experts=partial(experts.experts, ordered=True),
+        all_reduce=joins.ordered_sum,
+        rms_norm=partial(reduced_norm.rms_norm, ordered=True),
         exact=True,
     )
 

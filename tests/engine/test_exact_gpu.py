@@ -90,8 +90,11 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+MIXTURES = ["qwen3_moe", "mixtral", "glm4_moe", "qwen2_moe", "gpt_oss", "dots1", "llama4_text"]
+
+
 @HALVES
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", *MIXTURES])
 def test_trees_and_batches_say_and_score_what_one_token_at_a_time_does(kind: str, dtype: torch.dtype) -> None:
     """Tokens and logits, bit for bit."""
     model = model_of(kind, dtype)
@@ -240,7 +243,7 @@ def test_open_batches_say_what_one_row_says() -> None:
     ("kind", "dtype", "told"),
     [
         ("llama", torch.float32, "bfloat16 and float16"),
-        ("mixtral", torch.bfloat16, "feed-forward"),
+        ("olmoe", torch.bfloat16, "projections of attention"),
         ("qwen3_next", torch.bfloat16, "layer 0"),
         ("granite", torch.bfloat16, "norms of its own"),
         ("gpt2", torch.bfloat16, "runs on 'torch'"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -61,3 +64,19 @@ def check_draws(scores: Tensor, uniform: Tensor, got: Tensor) -> None:
     assert ((upper - chance <= level + 2**-18) & (level <= upper + 2**-18)).all()
     passed = (probs * (torch.arange(scores.shape[-1], device=probs.device) < ids)).sum(-1, keepdim=True)
     assert (passed[level == 0] < 2**-120).all()  # a draw of 0 skips only what fp32 cannot tell from 0
+
+
+def add_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let products of tiles in the interpreter add up their depth in order, as a GPU's do, whatever the tile: those of
+    numpy follow the tile."""
+    if HAS_CUDA:
+        return
+    from triton.runtime import interpreter
+
+    def dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+        total = d.data.astype(np.float32)
+        for left, right in zip(a.data.T.astype(np.float32), b.data.astype(np.float32), strict=True):
+            total += left[:, None] * right[None, :]
+        return interpreter.TensorHandle(total, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)

@@ -128,7 +128,9 @@ def normed(rank: int, folder: str, size: int = 2) -> None:
         ]
         own, residual, weight = parts[rank].clone(), parts[-1], torch.ones(width, device="cuda", dtype=dtype)
         run = partial(
-            lambda x, w, r: reduced_norm.rms_norm(DeferredSum(x, group, symmetric.all_reduce), w, 1e-5, r),
+            lambda x, w, r, **more: reduced_norm.rms_norm(
+                DeferredSum(x, group, symmetric.all_reduce), w, 1e-5, r, **more
+            ),
             own,
             weight,
             residual,
@@ -138,6 +140,7 @@ def normed(rank: int, folder: str, size: int = 2) -> None:
             time.sleep(0.01 * (turn % 3))
         found = run()
         assert near(found, want) and alike(group, [*found]), (dtype, width, rows)
+        assert all(map(torch.equal, run(ordered=True), want)), (dtype, width, rows)
         graph = torch.cuda.CUDAGraph()
         with recorded(graph):
             made = run()

@@ -3,10 +3,12 @@ chain, beside other rows and by itself."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from helpers.examples import examples
-from helpers.kernels import EVERYWHERE, ON_CUDA
+from helpers.kernels import EVERYWHERE, ON_CUDA, add_in_order
 from helpers.trees import random_parents
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,8 +20,10 @@ from torch.nn import functional as F
 from fastspec.generation.tree import ancestor_words
 from fastspec.kernels.attention import ordered, reference
 from fastspec.kernels.attention.reference import Span
+from fastspec.kernels.linear import experts as mixtures
 from fastspec.kernels.linear import ordered as products
-from fastspec.kernels.linear.reference import GELU_TANH, SILU
+from fastspec.kernels.linear.reference import GELU_TANH, SILU, SWIGLU, Activation, Expert, Routing
+from fastspec.kernels.quantised.reference import MXFP4, StoredExperts, StoredWeight
 
 ROOTS = (
     3,
@@ -259,3 +263,120 @@ def test_parts_are_those_of_torch(device, dtype, channels, depth):
     wanted = (each[0] + bias.float()).to(dtype)
     for rows in (1, 2, 16, 33, 64, 65, 128, 300):
         assert products.linear(x[:rows], weight, bias).equal(wanted[:rows]), rows
+
+
+@pytest.fixture
+def dots_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    add_in_order(monkeypatch)
+
+
+KINDS = {
+    "swiglu": SWIGLU,
+    "gpt-oss": Expert(interleaved=True, gate=Activation(1.702), offset=1.0, limit=1.5),
+    "llama4": Expert(scales_input=True),
+}
+ROUTINGS = {
+    "swiglu": Routing(2, normalised=True),
+    "gpt-oss": Routing(3, normalised=True, rounded=False),
+    "llama4": Routing(1, sigmoid=True),
+}
+SIZES = {"cpu": (5, 40, 72), "cuda": (128, 2048, 768)}
+"""Experts, hidden size and expert size."""
+
+
+def beside_any_others(device, dtype, kind, sizes, transposed, make=None, counts=(1, 2, 8, 17, 60, 65)):
+    """A mixture's answers to tokens in other numbers and orders, among them one alone, against those to all at once."""
+    count, size, inner = sizes
+    generator = torch.Generator(device).manual_seed(size)
+
+    def drawn(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator, device=device) * scale).to(dtype)
+
+    def weight(*shape: int) -> torch.Tensor:
+        made = drawn(*shape, scale=shape[-1] ** -0.5)
+        return made.transpose(1, 2).contiguous().transpose(1, 2) if transposed else made
+
+    tokens = 70 if device == "cpu" else 700
+    x, logits = drawn(tokens, size), drawn(tokens, count) + 2 * drawn(count)
+    shared, gate = drawn(tokens, size), drawn(tokens, 1)
+    gate_up, down = (make or weight)(count, 2 * inner, size), (make or weight)(count, size, inner)
+    biases = {"gate_up_bias": drawn(count, 2 * inner), "down_bias": drawn(count, size)}
+
+    def run(at: torch.Tensor) -> torch.Tensor:
+        chosen = mixtures.route(logits[at].contiguous(), ROUTINGS[kind])
+        more = biases | {"shared": shared[at], "shared_gate": gate[at]}
+        return mixtures.experts(x[at], gate_up, down, *chosen, KINDS[kind], **more, ordered=True)
+
+    whole = run(torch.arange(tokens, device=device))
+    for rows in counts:
+        at = torch.randperm(tokens, generator=generator, device=device)[:rows]
+        assert run(at).equal(whole[at]), rows
+    return whole
+
+
+@EVERYWHERE
+@pytest.mark.usefixtures("dots_in_order")
+@pytest.mark.parametrize("hopper", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_tokens_experts_give_the_same_bits_beside_any_tokens(device, kind, transposed, hopper, monkeypatch):
+    """One alone, and by each size of tile; of equally likely experts the first."""
+    monkeypatch.setattr(mixtures, "is_hopper", lambda device: hopper)
+    beside_any_others(device, torch.float16, kind, SIZES[device], transposed, counts=(1, 1, 9, 40))
+
+
+@ON_CUDA
+@HALVES
+@pytest.mark.parametrize(
+    ("kind", "sizes", "transposed"),
+    [
+        ("swiglu", (128, 2048, 768), False),
+        ("swiglu", (8, 1024, 3584), False),
+        ("swiglu", (4, 65, 33), False),
+        ("gpt-oss", (32, 2880, 720), True),
+        ("llama4", (16, 1024, 2048), True),
+    ],
+)
+def test_so_they_do_in_sizes_of_models(device, dtype, kind, sizes, transposed):
+    beside_any_others(device, dtype, kind, sizes, transposed)
+
+
+@ON_CUDA
+@HALVES
+def test_so_do_experts_in_mxfp4(device, dtype):
+    generator = torch.Generator(device).manual_seed(0)
+
+    def make(count: int, channels: int, depth: int) -> StoredExperts:
+        lines = count * channels
+        codes = torch.randint(0, 256, (lines, depth // 2), generator=generator, device=device).to(torch.uint8)
+        powers = torch.randint(118, 123, (lines, depth // 32), generator=generator, device=device).to(torch.uint8)
+        return StoredExperts(StoredWeight(codes, MXFP4, powers.view(torch.float8_e8m0fnu), (1, 32), depth, None), count)
+
+    beside_any_others(device, dtype, "gpt-oss", (32, 2880, 2880), False, make)
+
+
+@EVERYWHERE
+@pytest.mark.usefixtures("dots_in_order")
+@pytest.mark.parametrize(("channels", "depth"), [(5, 72), (128, 96)])
+def test_a_routers_logits_in_fp32_are_the_same_beside_any_rows(device, channels, depth):
+    generator = torch.Generator().manual_seed(depth)
+    drawn = partial(torch.randn, generator=generator)
+    x, weight = (each.to(device) for each in (drawn(300, depth), drawn(channels, depth)))
+    whole = products.linear(x, weight, None)
+    assert (whole.double() - F.linear(x.double(), weight.double())).abs().max() < 1e-4
+    for rows in (1, 2, 16, 17, 64, 65, 257):
+        assert products.linear(x[-rows:], weight, None).equal(whole[-rows:]), rows
+
+
+@ON_CUDA
+@HALVES
+@pytest.mark.parametrize(("channels", "depth"), [(1, 2048), (8, 4096), (128, 2048), (32, 2880), (1, 72)])
+def test_products_of_few_channels_are_the_same_beside_any_rows(device, dtype, channels, depth):
+    """Those of routers, and of what opens a shared expert."""
+    torch.manual_seed(depth)
+    x, weight = torch.randn(700, depth, device=device), torch.randn(channels, depth, device=device) / depth**0.5
+    x, weight = x.to(dtype), weight.to(dtype)
+    whole = products.linear(x, weight, None)
+    assert (whole.double() - F.linear(x.double(), weight.double())).abs().max() < 0.02
+    for rows in (1, 2, 8, 17, 60, 64, 65, 200, 512):
+        assert products.linear(x[-rows:], weight, None).equal(whole[-rows:]), rows

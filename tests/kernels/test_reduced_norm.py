@@ -37,9 +37,19 @@ CUDA = pytest.param(
 
 
 def norm(
-    group: Group, rank: int, own: list[Any], weight: Tensor, residual: Tensor | None, offset: float | None
+    group: Group,
+    rank: int,
+    own: list[Any],
+    weight: Tensor,
+    residual: Tensor | None,
+    offset: float | None,
+    ordered: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """A process's norm and sum."""
+
+    def run(space: Space) -> Any:
+        return reduced_norm.reduced_norm(own[rank], weight, 1e-5, residual, None, None, offset, space, ordered)
+
     rows = [joined(each).flatten(0, -2) for each in own]
     if reduced_norm.has_owners(rows[0].nbytes, len(own)) and not isinstance(own[rank], DeferredProduct):
         total = torch.zeros_like(rows[0], dtype=torch.float32)
@@ -49,11 +59,8 @@ def norm(
             rank,
             rows,
             total.to(rows[0].dtype),
-            lambda space: reduced_norm.reduced_norm(own[rank], weight, 1e-5, residual, None, None, offset, space),
+            run,
         )
-
-    def run(space: Space) -> Any:
-        return reduced_norm.reduced_norm(own[rank], weight, 1e-5, residual, None, None, offset, space)
 
     return group.launch(rank, rows, run)  # type: ignore[return-value]
 
@@ -68,19 +75,20 @@ def norm(
     offset=st.sampled_from([None, 1.0]),
     seed=st.integers(0, 2**31),
     owned=st.sampled_from([1 << 40, 0, 600]),
+    ordered=st.booleans(),
 )
 @examples(25)
 def test_every_process_gets_the_norm_of_the_sum(
-    device, processes, size, dtype, parts, with_residual, offset, seed, owned
+    device, processes, size, dtype, parts, with_residual, offset, seed, owned, ordered
 ):
-    """Message after message, with other numbers of rows in turn, with owners of rows and without, all the same bits;
-    nothing but its own words are written to the others."""
+    """Message after message, with other numbers of rows in turn, with owners of rows and without, all the same bits,
+    and where that is asked for those of the norm of a tensor; nothing but its own words are written to the others."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reduced_norm, "OWNED_BYTES", owned)
-        check_norms(device, processes, size, dtype, parts, with_residual, offset, seed)
+        check_norms(device, processes, size, dtype, parts, with_residual, offset, seed, ordered)
 
 
-def check_norms(device, processes, size, dtype, parts, with_residual, offset, seed):
+def check_norms(device, processes, size, dtype, parts, with_residual, offset, seed, ordered):
     torch.manual_seed(seed)
     group = Group(processes, size, dtype, device)
     weight = torch.randn(size, device=device).to(dtype)
@@ -95,10 +103,9 @@ def check_norms(device, processes, size, dtype, parts, with_residual, offset, se
         for each in own:
             total = total + joined(each).float()
         want = rms_norm(total.to(dtype), weight, 1e-5, residual, offset=offset)
-        made = [norm(group, rank, own, weight, residual, offset) for rank in range(processes)]
-        assert near(made[0], want) and all(
-            torch.equal(each[0], made[0][0]) and torch.equal(each[1], want[1]) for each in made
-        )
+        made = [norm(group, rank, own, weight, residual, offset, ordered) for rank in range(processes)]
+        assert torch.equal(made[0][0], want[0]) if ordered else near(made[0], want)
+        assert all(torch.equal(each[0], made[0][0]) and torch.equal(each[1], want[1]) for each in made)
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])

@@ -20,6 +20,7 @@ TRITON = pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler i
 FITS = 86, "8B", "linear, 8 rows"
 ORDERED = 90, "mixers", "route, one of 64"
 BEHIND = 90, "135M", "ordered product, 61 rows"
+NORM, NORM_OF_SUM = (90, "8B", "rms_norm, 61 rows"), (90, "8B", "reduced_norm in order, 61 rows")
 PARTS = [(capability, "135M,mixers", f"{part}/{4 * len(TARGETS)}") for part, capability in enumerate(TARGETS)]
 LACKING = (
     ("135M", "linear_parts, 61 rows"),
@@ -60,7 +61,7 @@ def rows_of(*jobs: Job) -> list[list[dict]]:
 @pytest.fixture(scope="module")
 def compiled() -> dict[Job, list[dict]]:
     """The rows of all that the fast suite compiles, by one process: torch and Triton are imported once."""
-    jobs = [FITS, ORDERED, BEHIND, *PARTS]
+    jobs = [FITS, ORDERED, BEHIND, NORM, NORM_OF_SUM, *PARTS]
     return dict(zip(jobs, rows_of(*jobs), strict=True))
 
 
@@ -87,6 +88,13 @@ def test_the_choice_of_one_expert_keeps_the_order_of_groups(compiled):
     or not."""
     (row,) = compiled[ORDERED]
     assert row["kernel"] == "_route" and "error" not in row
+
+
+@TRITON
+def test_the_norm_of_a_sum_in_order_adds_up_squares_as_a_norm_does(compiled):
+    """By threads that have the same of a row's values: else processes would give rows other bits by their number."""
+    (norm,), (of_sum,) = compiled[NORM], compiled[NORM_OF_SUM]
+    assert len(norm["squares"]) == 1 and norm["squares"] == of_sum["squares"]
 
 
 @TRITON

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastspec.constants import constant
 from fastspec.kernels.launch import dependent, is_hopper, runs_ptx, stages_within, wait_for_previous
 from fastspec.kernels.layer.norms import rows_of
 from fastspec.kernels.linear.experts_row import experts_row
@@ -560,6 +561,7 @@ def experts(
     down_bias: Tensor | None = None,
     shared: Tensor | None = None,
     shared_gate: Tensor | None = None,
+    ordered: bool = False,
 ) -> Tensor:
     """`reference.experts`: x [T, H], gate_up [E, 2 * I, H], down [E, H, I], chosen [T, K] int64, weights [T, K] -> [T,
     H], contiguous.
@@ -569,6 +571,10 @@ def experts(
     all fp32, fp16 or bf16; chosen (contiguous, 0 to E - 1: the kernels do not look), weights and shared_gate
     (contiguous, any float) come from the router. Nothing depends on the order in which programs run: equal inputs give
     equal bits. For up to 64 tokens that choose different experts each, a chosen expert's weights are read once.
+
+    `ordered` gives a token the same bits whatever others there are: every product sums its depth in order by tensor
+    cores, whole, and a token's experts are added up in the order of its choices. Else one token alone takes units of
+    its own (`experts_row`).
     """
     (tokens, size), (count, inner) = x.shape, (down.shape[0], down.shape[2])
     if gate_up.shape != (count, 2 * inner, size) or down.shape[1] != size:
@@ -608,7 +614,7 @@ def experts(
     out = x.new_empty((tokens, size))
     if out.numel() == 0:
         return out
-    if tokens == 1 and not turned_in and not turned_out:
+    if tokens == 1 and not ordered and not turned_in and not turned_out:
         return experts_row(
             x,
             taken_in,
@@ -621,24 +627,28 @@ def experts(
             shared=shared,
             shared_gate=shared_gate,
         )
-    rows, groups = rows_of(x, "x"), min(pairs, count)
-    order, expert, begin, end = torch.empty(pairs + 3 * groups, dtype=torch.int32, device=x.device).split(
-        [pairs, groups, groups, groups]
-    )
-    block = min(GROUP_BLOCK, max(32, triton.next_power_of_2(pairs)))
-    pdl = dependent(x.device)
-    _group[(count,)](
-        chosen,
-        order,
-        expert,
-        begin,
-        end,
-        pairs,
-        BY_EXPERT=pairs >= count,
-        BLOCK=block,
-        num_warps=max(1, block // 256),
-        **pdl,
-    )
+    rows, pdl = rows_of(x, "x"), dependent(x.device)
+    groups = pairs if tokens == 1 else min(pairs, count)
+    if tokens == 1:  # a choice is a group, as it stands
+        places, expert = _places(pairs, x.device), chosen
+        order, begin, end = places[:-1], places[:-1], places[1:]
+    else:
+        order, expert, begin, end = torch.empty(pairs + 3 * groups, dtype=torch.int32, device=x.device).split(
+            [pairs, groups, groups, groups]
+        )
+        block = min(GROUP_BLOCK, max(32, triton.next_power_of_2(pairs)))
+        _group[(count,)](
+            chosen,
+            order,
+            expert,
+            begin,
+            end,
+            pairs,
+            BY_EXPERT=pairs >= count,
+            BLOCK=block,
+            num_warps=max(1, block // 256),
+            **pdl,
+        )
 
     stored = taken_in[1] is not None
     launch = experts_launch_for(tokens, x.dtype, turned_in and turned_out, is_hopper(x.device), stored)
@@ -708,6 +718,12 @@ def experts(
         **pdl,
     )
     return out
+
+
+@constant
+def _places(count: int, device: torch.device) -> Tensor:
+    """0 to count [count + 1] int32."""
+    return torch.arange(count + 1, dtype=torch.int32, device=device)
 
 
 def _taken(weight: Tensor | StoredExperts, name: str) -> tuple[tuple[Tensor, Tensor | None], bool]:

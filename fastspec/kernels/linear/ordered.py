@@ -5,8 +5,8 @@ A tile's height, its width and the instruction that multiplies it change no bit 
 What would is a number of parts that follows the number of rows, or sums by other units. So there is no kernel of its
 own for one row here. On Hopper, where an output has few channels, the depth is cut in 2 or 4 parts, added up as (0 + 1)
 + (2 + 3): one sum over it would take longer than the weight takes to read. Up to MAX_ROWS rows take the kernels of this
-folder; more of them, where the depth is whole, torch's product, which does not split it there either
-(tests/kernels/test_ordered.py compares its bits).
+folder; more of them, where the depth is whole and the output is not narrow, torch's product, which does not split it
+there either (tests/kernels/test_ordered.py compares its bits).
 
 R rows, K input channels, M output channels.
 """
@@ -25,12 +25,20 @@ from fastspec.kernels.linear.launches import MAX_ROWS, MULTIPROCESSORS, HopperLa
 from fastspec.kernels.linear.reference import SILU, Activation, Parts
 
 HALVES = {torch.bfloat16}, {torch.float16}
+FLOATS = {torch.float32}
+"""The dtype of routers that compute in fp32 whatever their weights are: no tensor cores, and a thread adds up the whole
+depth of its outputs, in order."""
+MOST_FLOATS = 256
+"""Rows of a launch of these."""
+FLOAT_LAUNCH = Launch(16, 32, 4, 3, pdl=True)
 TALLEST = 64
 """Rows of a tile."""
 WIDEST = 256
 """Rows of a tile whose parts lie side by side, each of them counted."""
 FEW_ROWS = 256
 """Rows of a product whose parts are left to the norm behind it."""
+NARROW = 512
+"""Channels of outputs, such as a router's, of which torch might split the depth for any number of rows."""
 FEW_CHANNELS, SOME_CHANNELS = 2048, 4096
 """Of an output whose depth is cut, in 4 parts at most or in 2: tiles of 64 of them leave most of an H100's
 multiprocessors idle, or half of them."""
@@ -108,11 +116,13 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, kind: 
     rows = x.numel() // depth if depth else 0
     operands = [operand for operand in (x, weight, bias) if operand is not None]
     graded = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
-    if graded or not rows or not channels or {each.dtype for each in operands} not in HALVES:
+    dtypes = {each.dtype for each in operands}
+    if graded or not rows or not channels or dtypes not in (*HALVES, FLOATS):
         return None
-    flat = x.reshape(rows, depth)
+    flat, floats = x.reshape(rows, depth), dtypes == FLOATS
     hopper = takes(weight, weight)  # not by the rows: the parts follow from the weight alone
-    if rows > MAX_ROWS and not (hopper and parts_of(channels, depth, gated) > 1):
+    apart = hopper and parts_of(channels, depth, gated) > 1
+    if rows > MAX_ROWS and channels > NARROW and not floats and not apart:
         return None
     out = x.new_empty(*x.shape[:-1], channels)
     if hopper:
@@ -124,11 +134,10 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, kind: 
         hopper_linear(flat, weight, bias, out, launch, gated, kind)
         return out
     lines = out.view(rows, channels)
-    for first in range(0, rows, TALLEST):
-        part = slice(first, min(first + TALLEST, rows))
-        portable.linear(
-            flat[part], weight, bias, swiglu=gated, launch=launch_of(channels, depth), kind=kind, out=lines[part]
-        )
+    tallest, tile = (MOST_FLOATS, FLOAT_LAUNCH) if floats else (TALLEST, launch_of(channels, depth))
+    for first in range(0, rows, tallest):
+        part = slice(first, min(first + tallest, rows))
+        portable.linear(flat[part], weight, bias, swiglu=gated, launch=tile, kind=kind, out=lines[part])
     return out
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fastspec.kernels.drafting.topk_expand import EMPTY, key_index, packed
 from fastspec.kernels.launch import dependent, wait_for_previous
@@ -156,6 +157,16 @@ def gathered(x: Tensor, width: int, space: Space) -> Tensor:
         **dependent(x.device),
     )
     return out
+
+
+def ordered_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum over the processes, as `reference.ordered_sum` computes it. Two addends have one sum, rounded once, whoever
+    adds them up."""
+    if isinstance(x, FakeTensor):  # as in `symmetric.all_reduce`
+        return torch.empty_like(x)
+    if group.size() == 2:
+        return symmetric.all_reduce(x, group)
+    return reference.ordered_sum(x, group, all_gather)
 
 
 def likeliest(scores: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:

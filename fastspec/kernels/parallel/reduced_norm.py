@@ -82,6 +82,7 @@ def _reduced_norm(
     ADD: tl.constexpr,
     PARTS: tl.constexpr,
     OFFSET: tl.constexpr,
+    ORDERED: tl.constexpr,
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -134,6 +135,9 @@ def _reduced_norm(
     if ADD:
         b_x = (b_x.to(tl.float32) + b_residual.to(tl.float32)).to(dtype)
     tl.store(p_sum + row * stride_sum + o_h, b_x, mask=m_h)
+    if ORDERED:  # squares are added up by where a thread's values lie: read again, as the norm of a tensor has them
+        tl.debug_barrier()
+        b_x = tl.load(p_sum + row * stride_sum + o_h, mask=m_h, other=0.0)
     tl.store(p_out + row * stride_out + o_h, norm_row(b_x, b_weight, eps, SIZE, OFFSET), mask=m_h)
     tl.store(p_counts + row, count)
 
@@ -172,8 +176,11 @@ def rms_norm(
     out: Tensor | None = None,
     total: Tensor | None = None,
     offset: float | None = None,
+    *,
+    ordered: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`layer.rms_norm`, also of addends. All processes get the same bits."""
+    """`layer.rms_norm`, also of addends. All processes get the same bits; `ordered`: those of `layer.rms_norm` of the
+    sum, however many rows there are."""
     if not isinstance(x, DeferredSum):
         return layer.rms_norm(x, weight, eps, residual, out, total, offset)
     own = x.own
@@ -181,7 +188,7 @@ def rms_norm(
     space = space_for(at, x.shape[-1], x.dtype, x.group) if fits(x.shape, x.dtype) else None
     if space is None:
         return layer.rms_norm(joined(x), weight, eps, residual, out, total, offset)
-    return reduced_norm(own, weight, eps, residual, out, total, offset, space)
+    return reduced_norm(own, weight, eps, residual, out, total, offset, space, ordered)
 
 
 def reduced_norm(
@@ -193,6 +200,7 @@ def reduced_norm(
     total: Tensor | None,
     offset: float | None,
     space: Space,
+    ordered: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The launch, behind that of a product that is yet to be made: one that sends its words, if it can. Spaces are
     blank at first, and counts zeros."""
@@ -235,6 +243,7 @@ def reduced_norm(
             ADD=residual is not None,
             PARTS=len(values) if isinstance(made, Parts) else 0,
             OFFSET=offset,
+            ORDERED=ordered,
             EARLY=len(out_rows) == 1,
             num_warps=layer.row_warps(block, dtype.itemsize),
             **dependent(normed.device),

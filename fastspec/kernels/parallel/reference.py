@@ -23,6 +23,19 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x
 
 
+def ordered_sum(
+    x: Tensor, group: dist.ProcessGroup, gather: Callable[[Tensor, int, dist.ProcessGroup], Tensor] | None = None
+) -> Tensor:
+    """`all_reduce` in fp32 in the order of the ranks, rounded once: the bits of a row do not depend on how many there
+    are. `gather` joins what each has, `all_gather` where none is given."""
+    size = group.size()
+    told = (gather or all_gather)(x, size * x.shape[-1], group).unflatten(-1, (size, -1))
+    total = torch.zeros_like(x, dtype=torch.float32)
+    for rank in range(size):
+        total += told[..., rank, :]
+    return total.to(x.dtype)
+
+
 def share(width: int, size: int) -> int:
     """Columns of a process where `width` are divided among `size` processes as `Tensor.chunk` does it; the last may
     have fewer."""

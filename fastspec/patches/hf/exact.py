@@ -20,14 +20,16 @@ from fastspec.generation.decoder_layer import (
 )
 from fastspec.generation.ops import Ops
 from fastspec.patches.hf.changes import Snapshot
-from fastspec.patches.hf.compat import device_of
+from fastspec.patches.hf.compat import device_of, processes_of
+from fastspec.patches.hf.experts import RoutedExperts
 from fastspec.patches.hf.layer_weights import keeps_activations
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import Mode
+from fastspec.patches.hf.parallel import Reduced
 
 HINT = "leave out exact=True"
 ASK = "patch(model, exact=True) asks for it"
-PRODUCTS = Linears, StoredLinears
+PRODUCTS = Linears, StoredLinears, Reduced
 WIDE = 1536
 """Hidden size from which models are held to bits by themselves: a token or a round of one row takes up to 5 % longer on
 an H200 (exact_rounds_h200.jsonl), and more in narrower layers."""
@@ -106,7 +108,11 @@ class Defaults:
             try:
                 target = HFModel(model, mode.adapter, rows=1, capacity=1, tail=1, taps=None, ops=ops)
                 refuse_parts(model, target.layers)
-                if any(map(_is_stored, target.layers)):
+                if processes_of(model) > 1:
+                    self._why[stored] = f"its cost was not measured over several processes: {ASK}"
+                elif any(isinstance(layer.mlp, RoutedExperts) for layer in target.layers):
+                    self._why[stored] = f"its cost was not measured of mixtures of experts: {ASK}"
+                elif any(map(_is_stored, target.layers)):
                     self._why[stored] = f"prompts of weights multiplied as they are stored take longer by it: {ASK}"
             except Unsupported as error:
                 self._why[stored] = str(error).removeprefix("exact=True: ").removesuffix(f": {HINT}")
@@ -119,8 +125,8 @@ def is_measured(model: Any) -> bool:
 
 
 def refuse_parts(model: Any, layers: Sequence[LayerParts]) -> None:
-    """Raise Unsupported where a layer runs by more than attention, products of plain or of stored weights, and
-    root-mean-square norms."""
+    """Raise Unsupported where a layer runs by more than attention, products of plain or of stored weights (or of what
+    this process has of them), experts by the backend's op, and root-mean-square norms."""
     for number, layer in enumerate(layers):
         for what in _others(layer):
             raise Unsupported(f"exact=True: layer {number} of {type(model).__name__} has {what}: {HINT}")
@@ -138,9 +144,10 @@ def _others(layer: LayerParts) -> Iterator[str]:
     if not isinstance(mixer, FullAttention):
         yield f"{type(mixer).__name__}, which sums over a tree otherwise than over a text"
     elif not isinstance(mixer.qkv, PRODUCTS) or not isinstance(mixer.out, PRODUCTS):
-        yield "projections of attention that are no plain linear layers of this process"
-    if not isinstance(mlp, (Gated, StoredGated)) or not isinstance(mlp.out, PRODUCTS):
-        yield "a feed-forward other than a gated one of plain linear layers (a mixture, a module of its own)"
+        yield "projections of attention that are no plain linear layers"
+    dense = isinstance(mlp, (Gated, StoredGated)) and isinstance(mlp.out, PRODUCTS)
+    if not dense and not isinstance(mlp, RoutedExperts):
+        yield "a feed-forward that runs by a module of its own"
     norms = layer.input_norm, layer.mlp_norm, layer.mixer_out_norm, layer.mlp_out_norm
     if any(norm is not None and not isinstance(norm, RmsNorm) for norm in norms):
         yield "norms of its own"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastspec.generation.decoder_layer import Product, Summed, gated, is_plain, product
+from fastspec.generation.decoder_layer import Linear, Product, Summed, gated, is_plain, product
 from fastspec.generation.ops import Ops
 from fastspec.kernels.linear.reference import GELU_TANH, SILU, Activation, DeferredSum, Expert, Routing, joined, linear
 from fastspec.patches.hf.compat import own_parameters
@@ -26,9 +27,33 @@ ACTIVATIONS = {"SiLU": SILU, "SiLUActivation": SILU, "GELUTanh": GELU_TANH}
 """What the op knows of transformers' activations, by their classes."""
 
 
-def mixture_of(row: Mixture, mlp: Any, ops: Ops) -> Product:
-    """A mixture that `is_mixture`, router and experts by the backend: x [B, N, H] -> [B, N, H]. Of experts that several
-    processes hold each computes its channels; a shared expert that all have whole is the first one's to add."""
+@dataclass(frozen=True, slots=True)
+class RoutedExperts:
+    """A mixture, x [B, N, H] -> [B, N, H]: the router's logits, its choice, and the experts, all by the backend.
+
+    Of experts that several processes hold (`group`), each computes its channels, and the answers are added up once. A
+    shared expert that all have whole is the first process's to add.
+    """
+
+    ops: Ops
+    logits: Linear
+    route: Callable[[Tensor], tuple[Tensor, Tensor]]
+    experts: Callable[..., Tensor]
+    shared: Product | None
+    opening: Linear | None
+    group: dist.ProcessGroup | None
+
+    def __call__(self, x: Tensor) -> Summed:
+        flat = x.flatten(0, 1)
+        chosen, shares = self.route(self.logits(flat))
+        beside = None if self.shared is None else joined(self.shared(flat))
+        opened = None if self.opening is None else self.opening(flat)
+        mixed = self.experts(flat, chosen, shares, shared=beside, shared_gate=opened).view_as(x)
+        return mixed if self.group is None else DeferredSum(mixed, self.group, self.ops.all_reduce)
+
+
+def mixture_of(row: Mixture, mlp: Any, ops: Ops) -> RoutedExperts:
+    """A mixture that `is_mixture`."""
     router, held = getattr(mlp, row.router), mlp.experts
     stored = isinstance(read(held), tuple)
     compute = ops.stored_experts if stored else ops.experts
@@ -40,17 +65,15 @@ def mixture_of(row: Mixture, mlp: Any, ops: Ops) -> Product:
     biases = {"gate_up_bias": own.get("gate_up_proj_bias"), "down_bias": own.get("down_proj_bias")}
     shared = _shared(getattr(mlp, row.shared), group, ops) if row.shared else None
     opening = product(ops, (getattr(mlp, row.shared_gate),)) if row.shared_gate and shared is not None else None
+    multiply = ops.linear if ops.exact or not row.wide else linear
 
-    def run(x: Tensor) -> Summed:
-        flat = x.flatten(0, 1)
-        logits = linear(flat.float(), weight.float(), bias) if row.wide else ops.linear(flat, weight, bias)
-        chosen, shares = ops.route(logits, routing, correction)
-        beside = joined(shared(flat)) if shared is not None else None
-        opened = opening(flat) if opening is not None else None
-        mixed = compute(flat, *weights(), chosen, shares, kind, **biases, shared=beside, shared_gate=opened)
-        return mixed.view_as(x) if group is None else DeferredSum(mixed.view_as(x), group, ops.all_reduce)
+    def logits(flat: Tensor) -> Tensor:
+        return multiply(flat.float(), weight.float(), bias) if row.wide else multiply(flat, weight, bias)
 
-    return run
+    def run(flat: Tensor, *chosen: Tensor, **beside: Tensor | None) -> Tensor:
+        return compute(flat, *weights(), *chosen, kind, **biases, **beside)
+
+    return RoutedExperts(ops, logits, lambda found: ops.route(found, routing, correction), run, shared, opening, group)
 
 
 def _weights(held: Any) -> tuple[Tensor, Tensor, dist.ProcessGroup | None]:

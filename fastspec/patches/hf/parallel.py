@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from fastspec.errors import Unsupported
-from fastspec.generation.decoder_layer import Linear, Product, Weights, is_plain, product
+from fastspec.generation.decoder_layer import Linear, Product, Summed, Weights, is_plain, product
 from fastspec.generation.ops import Ops
 from fastspec.kernels.linear.reference import DeferredProduct, DeferredSum
 from fastspec.kernels.parallel.reference import share
@@ -181,15 +181,14 @@ class Share:
     def run(self, ops: Ops) -> Linear: ...
     @overload
     def run(self, ops: Ops, *, parts: bool) -> Product: ...
-    def run(self, ops: Ops, *, parts: bool = False) -> Product:
+    def run(self, ops: Ops, *, parts: bool = False) -> Any:
         """The layer's product as the plan has it: x [..., K] -> [..., M], of which a `COLUMN` share gives its own part.
         With `parts` a sum over the processes is left to the norm behind it."""
         if self.style is ParallelStyle.COLUMN:
             return lambda x: ops.linear(x, self.weight, self.bias)
         if self.style is ParallelStyle.COLUMN_JOINED:
             return lambda x: ops.all_gather(ops.linear(x, self.weight, self.bias), self.wide, self.group)
-        reduced = self.reduced(ops, parts=parts)
-        return reduced if self.style is ParallelStyle.ROW else lambda x: reduced(self._own(x))
+        return Reduced(ops, self, parts)
 
     def likeliest(self, ops: Ops, change: Callable[[Tensor], Tensor]) -> Linear:
         """Of a layer whose outputs the plan joins, the places [..., 1] int64 of the highest, after `change`."""
@@ -197,20 +196,34 @@ class Share:
         first = group.rank() * share(self.wide, group.size())
         return lambda x: ops.likeliest(change(ops.linear(x, weight, bias)), first, group)
 
-    def reduced(self, ops: Ops, *, parts: bool) -> Product:
-        """The product of a layer that was cut by inputs: this process's part x [..., K] of them -> [..., M], the same
-        for all."""
-        weight, bias, group = self.weight, self.bias, self.group
-        if bias is None and parts:
-            multiply = ops.linear_parts or ops.linear
-            return lambda x: DeferredSum(DeferredProduct(x, weight, None, multiply), group, ops.all_reduce)
-        if bias is None:
-            return lambda x: ops.all_reduce(ops.linear(x, weight, None), group)
-        return lambda x: ops.all_reduce(ops.linear(x, weight, None), group) + bias
-
-    def _own(self, x: Tensor) -> Tensor:
+    def own(self, x: Tensor) -> Tensor:
+        """This process's inputs of a layer that was cut by them."""
+        if self.style is ParallelStyle.ROW:
+            return x
         first = self.group.rank() * share(self.wide, self.group.size())
         return x[..., first : first + self.weight.shape[1]]
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """Product of a layer that was cut by inputs: x [..., K], whole or this process's part of it, -> [..., M], the same
+    for all. With `parts` the sum is left to the norm behind it."""
+
+    ops: Ops
+    share: Share
+    parts: bool
+
+    def __call__(self, x: Tensor) -> Summed:
+        ops, group, weight, bias = self.ops, self.share.group, self.share.weight, self.share.bias
+        x = self.share.own(x)
+        if bias is not None:
+            return ops.all_reduce(ops.linear(x, weight, None), group) + bias
+        if not self.parts:
+            return ops.all_reduce(ops.linear(x, weight, None), group)
+        multiply = ops.linear_parts or ops.linear
+        # a norm that multiplies by itself does so by units of its own
+        own = multiply(x, weight, None) if ops.exact else DeferredProduct(x, weight, None, multiply)
+        return DeferredSum(own, group, ops.all_reduce)
 
 
 def product_of_shares(shares: Sequence[Share], ops: Ops, *, parts: bool) -> Product:

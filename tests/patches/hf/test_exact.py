@@ -7,24 +7,31 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.generate import SHALLOW
+from helpers.generate import SHALLOW, TREE, prompts
 from helpers.gptq import packed_layers
-from helpers.models import tiny_model
+from helpers.kernels import add_in_order
+from helpers.models import FAMILIES, tiny_head, tiny_model
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
 import fastspec
 from fastspec.devices import STORED
 from fastspec.errors import Unsupported
+from fastspec.kernels.linear.reference import experts
 from fastspec.patches import session
 from fastspec.patches.backends import TORCH
 from fastspec.patches.hf import exact
 from fastspec.patches.hf.exact import Defaults, refuse_device, refuse_parts
+from fastspec.patches.hf.families import ADAPTERS
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import adapter_for, mode_for
 
+WITH_EXPERTS = replace(TORCH, experts=experts)
+OTHER_ATTENTION = {"qwen3_5_moe_text", "qwen3_next", "olmoe", "flex_olmo"}
+MIXTURES = [kind for kind in FAMILIES if ADAPTERS[kind].mixture is not None and kind not in OTHER_ATTENTION]
 
-def layers_of(model: Any) -> Any:
-    return HFModel(model, adapter_for(model), rows=1, capacity=8, tail=1, taps=None, ops=TORCH).layers
+
+def layers_of(model: Any, ops: Any = TORCH) -> Any:
+    return HFModel(model, adapter_for(model), rows=1, capacity=8, tail=1, taps=None, ops=ops).layers
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2"])
@@ -33,14 +40,20 @@ def test_plain_layers_are_taken(kind: str) -> None:
     refuse_parts(model, layers_of(model))
 
 
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_mixtures_by_the_backends_op_are_taken(kind: str) -> None:
+    model = tiny_model(kind, **SHALLOW)
+    refuse_parts(model, layers_of(model, WITH_EXPERTS))
+
+
 @pytest.mark.parametrize(
     ("kind", "what"),
     [
         ("gemma4_text", "more than attention and a feed-forward"),
-        ("mixtral", "a feed-forward other than a gated one"),
+        ("mixtral", "a feed-forward that runs by a module of its own"),
         ("qwen3_next", "GatedDelta, which sums over a tree otherwise"),
         ("cohere", "norms of its own"),
-        ("olmo2", "projections of attention that are no plain linear layers"),
+        ("olmo2", "projections of attention that are no plain"),
     ],
 )
 def test_other_parts_of_a_layer_are_refused_by_name(kind: str, what: str) -> None:
@@ -57,6 +70,22 @@ def test_other_kernels_and_dtypes_are_refused_by_name() -> None:
         refuse_device(kernels, torch.float32)
     with pytest.raises(Unsupported, match="runs on 'torch'"):
         refuse_device(TORCH, torch.bfloat16)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a CUDA device")
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "glm4_moe"])
+def test_a_tree_scores_by_the_bits_of_one_token_at_a_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter, whose products are made to add up in order: of one row, and beside another."""
+    add_in_order(monkeypatch)
+    model = tiny_model(kind, num_hidden_layers=2 if kind == "glm4_moe" else 1).half()  # GLM's first layer is dense
+    options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    with fastspec.patched(model, backend="triton", exact=True, eagle3=tiny_head(model).half()):
+        alone = model.generate(**prompts(5), **options, assistant="autoregressive")
+        for inputs, assistant in ((prompts(5), TREE), (prompts(5, 5), "autoregressive")):
+            made = model.generate(**inputs, **options, assistant=assistant)
+            assert made.sequences[0].equal(alone.sequences[0])
+            assert all(a[0].equal(b[0]) for a, b in zip(made.logits, alone.logits, strict=True))
 
 
 KERNELS = replace(TORCH, name="triton", stored_linears=None)
@@ -123,7 +152,9 @@ def test_what_a_model_has_become_decides(monkeypatch: pytest.MonkeyPatch) -> Non
     layer.q_proj = plain
     assert why_not(choice, model, KERNELS) is None
     mixture = half("mixtral")
-    assert "a feed-forward other than" in str(why_not(Defaults(), mixture, KERNELS))
+    assert "a feed-forward that runs by" in str(why_not(Defaults(), mixture, KERNELS))
+    by_op = replace(KERNELS, experts=experts)
+    assert why_not(Defaults(), mixture, by_op) == f"its cost was not measured of mixtures of experts: {exact.ASK}"
     assert why_not(choice, model.float(), KERNELS) == (
         "sums of a fixed order are for bfloat16 and float16, and this model is in torch.float32"
     )
