@@ -6,15 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias, get_args
 
-from fastspec.default_trees import (
-    BATCH_TREES,
-    DEFAULT_TREES,
-    MOST_NODES,
-    MOST_STEPS,
-    TREE_STEPS,
-    TreeShape,
-    for_rows,
-)
+from fastspec.default_trees import BATCH_TREES, DEFAULT_TREES, MOST_NODES, MOST_STEPS, TREE_STEPS, TreeShape, for_rows
 from fastspec.errors import Unsupported, accepted, check_whole
 
 AssistantName = Literal["autoregressive", "eagle", "eagle2", "eagle3", "mtp", "nasd", "speculative", "cascade"]
@@ -43,10 +35,8 @@ Cursor: TypeAlias = Any
 
 
 class Storage(Protocol):
-    """A storage for `Nasd(storage=...)`. Cursors are values: it may hold any number of texts at once.
-
-    Not to be shared between threads: calls that run at the same time need one each.
-    """
+    """A storage for `Nasd(storage=...)`. Cursors are values: it may hold any number of texts at once, but is not to be
+    shared between calls that run at the same time."""
 
     def start(self) -> Cursor:
         """The cursor of an empty text."""
@@ -58,8 +48,7 @@ class Storage(Protocol):
         """The cursor after token, without counting, for drafts."""
 
     def look(self, cursor: Cursor) -> tuple[int, list[tuple[int, int]]]:
-        """The length of the longest known context at the cursor and its continuations (token, count), the best first;
-        (0, []) where none is known."""
+        """Length of the longest known context, and its continuations (token, count), best first; (0, []) for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +62,11 @@ class Autoregressive:
 class Speculative:
     """Speculative decoding with a draft model, or with the target's own first layers.
 
-    `gamma` is the number of tokens drafted a round; None drafts up to `most` tokens, as long as the draft model's
-    confidence makes one more worth its cost, and pauses where drafts do not pay. `branches` children, the draft model's
-    best, stand at every drafted position; with more than one the drafts are its most likely tokens in sampled calls
-    too. `early_exit=k` drafts with the target's own first k layers, its final norm and LM head, on its own cache: it
-    needs no draft model. Raises `Unsupported` for sizes that do not fit.
+    `gamma` is the number of tokens drafted a round; None drafts up to `most`, as long as the draft model's confidence
+    makes one more worth its cost, and pauses where drafts do not pay. `branches` children, the draft model's best,
+    stand at every drafted position; more than one are its most likely tokens in sampled calls too. `early_exit=k`
+    drafts with the target's own first k layers, final norm and LM head. Raises `Unsupported` for sizes that do not
+    fit.
     """
 
     name: ClassVar[str] = "speculative"
@@ -149,9 +138,8 @@ class Nasd:
 
 @dataclass(frozen=True, slots=True)
 class ContinuousBatch:
-    """Continuous batching: of a call's prompts `rows` are decoded at a time, and one that has ended gives its place to
-    the next; answers come in the prompts' order. `assistant` is another name or config. Raises `Unsupported` for fewer
-    rows than one, and for another `ContinuousBatch` inside."""
+    """Continuous batching: `rows` of a call's prompts are decoded at a time by another `assistant`, and one that has
+    ended gives its place to the next; answers keep the prompts' order. Raises `Unsupported` for fewer rows than one."""
 
     assistant: Assistant = "eagle3"
     rows: int = 8
@@ -215,8 +203,7 @@ class _DynamicTree:
         return TreeShape(total_tokens=total, depth=depth, top_k=top_k)
 
     def steps(self, device_type: str, rows: int = 1) -> tuple[tuple[TreeShape, ...], TreeShape]:
-        """The trees that "auto" chooses from for each of so many rows on a device of this type, ascending, and the one
-        that it begins with. A `depth` and a `top_k` that are given bound all of them."""
+        """Trees that "auto" chooses from for each of so many rows, within `depth` and `top_k`, and the first."""
         kind = device_type if device_type in TREE_STEPS else "cuda"
         steps, first = TREE_STEPS[kind], for_rows(DEFAULT_TREES[kind], BATCH_TREES.get(kind, ()), rows)
         if self.depth is not None or self.top_k is not None:

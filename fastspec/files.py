@@ -1,5 +1,4 @@
-"""Files: JSON and YAML that anyone may have written, read within bounds, and what fastspec keeps on disk about this
-machine."""
+"""Files: JSON and YAML of anyone, read within bounds, and what fastspec keeps on disk about this machine."""
 
 from __future__ import annotations
 
@@ -22,28 +21,23 @@ LARGEST = 1 << 20
 
 
 def parse_json(text: str) -> Any:
-    """Contents of a JSON text. Raises ValueError for what is no JSON, and for more than DEEPEST lists and objects
-    inside each other."""
+    """Contents of a JSON text. Raises ValueError for none, and for lists and objects deeper than DEEPEST."""
     try:
         found = json.loads(text)
     except RecursionError as error:
         raise _too_deep() from error
     level = [found]
     for _ in range(DEEPEST + 1):
-        level = [each for each in level if isinstance(each, (list, dict))]
-        deepest, level = (
-            level,
-            [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)],
-        )
+        deepest = [each for each in level if isinstance(each, (list, dict))]
+        level = [inner for each in deepest for inner in (each.values() if isinstance(each, dict) else each)]
     if deepest:
         raise _too_deep()
     return found
 
 
 def parse_yaml(text: str) -> Any:
-    """Contents of a YAML text, plain data alone. Raises ValueError for what is no YAML, for a key that a mapping has
-    twice, of which the last would be taken, and for what is too long, too deep, or refers to other parts of itself: a
-    few such references stand for any number of values."""
+    """Contents of a YAML text, plain data alone. Raises ValueError for none, for a key that a mapping has twice, and
+    for what is too long, too deep, or refers to other parts of itself, which may stand for any number of values."""
     import yaml
 
     if len(text) > LARGEST:
@@ -93,8 +87,7 @@ _told: set[Path] = set()
 
 
 def cache_folder() -> Path:
-    """The cache folder: the one that the environment's FASTSPEC_CACHE names, else `fastspec` in XDG_CACHE_HOME, else in
-    ~/.cache."""
+    """Folder that FASTSPEC_CACHE in the environment names, else `fastspec` in XDG_CACHE_HOME, else in ~/.cache."""
     given = os.environ.get(SETTING)
     if given:
         return Path(given).expanduser()
@@ -113,8 +106,7 @@ def file_name(*words: str) -> str:
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """Contents of a file that is kept, or None where there is none. A file that is damaged is ignored with a warning
-    that names it."""
+    """Contents of a file that is kept, or None without it; a damaged one is ignored with a warning that names it."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -136,8 +128,7 @@ def ignore(path: Path, why: str) -> None:
 
 
 def write(path: Path, value: dict[str, Any]) -> bool:
-    """Keep an object in a file, all of it or nothing -> whether it was kept. A folder that cannot be written to is
-    named in a warning, once."""
+    """Keep an object in a file, all of it or nothing -> True where kept; a folder that refuses is warned of once."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
@@ -148,8 +139,7 @@ def write(path: Path, value: dict[str, Any]) -> bool:
             _told.add(path.parent)
             warnings.warn(
                 f"fastspec cannot keep what it measured in {path.parent} ({error}), and will do it again next time: "
-                "name a folder that can "
-                f"be written to in the environment's {SETTING}",
+                f"name a folder that can be written to in the environment's {SETTING}",
                 RuntimeWarning,
                 stacklevel=2,
             )

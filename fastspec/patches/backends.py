@@ -1,5 +1,4 @@
-"""Backends, the kernels that a model gets: the backend is named once, at `patch` time. Lines on stderr say what a call
-waits for."""
+"""Backends, the kernels that a model gets, named once, at `patch` time; and lines about what a call waits for."""
 
 from __future__ import annotations
 
@@ -140,8 +139,7 @@ def cpp_native() -> Native:
 
 @cache
 def cpp_ops() -> Ops:
-    """The C++ kernels of the CPU, compiled first where that was not done on this machine. Raises Unsupported where they
-    cannot be built, and says why."""
+    """The C++ kernels of the CPU, compiled if need be. Raises Unsupported, and says why, where they cannot be."""
     why = build_cpp()
     if why is not None:
         raise Unsupported(
@@ -266,10 +264,9 @@ def exact_ops() -> Ops:
 def choose_backend(name: str, device: torch.device, adapted: bool = True) -> Ops:
     """The kernels of a backend name on a device; `adapted` says whether the model has an adapter.
 
-    "auto" is Triton on a CUDA device of compute capability 8.0 or more for a model with an adapter, where triton is
-    installed; plain torch on CUDA else; and torch with oneDNN on the CPU, where torch carries it (`on_cpu.named` makes
-    it "cpp" before, where that runs). Raises Unsupported for an unknown name, and for "triton" where its kernels cannot
-    run.
+    "auto" is Triton on CUDA from compute capability 8.0 on for a model with an adapter, else plain torch, on the CPU
+    with oneDNN where torch has it (`on_cpu.named` makes it "cpp" before, where that runs). Raises Unsupported for an
+    unknown name, and for "triton" where its kernels cannot run.
     """
     device_type = device.type
     if name not in BACKENDS:
@@ -295,8 +292,7 @@ def choose_backend(name: str, device: torch.device, adapted: bool = True) -> Ops
 
 
 def counted(ops: Ops, counts: Counter[str]) -> Ops:
-    """The same ops, each of which counts its calls under its name; one that has no kernel in this backend as "<name>
-    (torch)"."""
+    """The same ops, each counting its calls under its name, or "<name> (torch)" where it is the reference."""
 
     def counting(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:

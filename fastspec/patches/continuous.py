@@ -1,5 +1,4 @@
-"""Open-ended continuous batching: prompts of many callers join the running rows as they come, and leave them one by
-one. `continuous` says which; `continuous_batch.py` opens and runs a model's."""
+"""Open batches: prompts of many callers join the running rows as they come, and leave them one by one."""
 
 from __future__ import annotations
 
@@ -34,37 +33,33 @@ def continuous(
             future = batch.submit(ids, max_new_tokens=256)
             future.result()     # what model.generate(ids, max_new_tokens=256) returns
 
-    `assistant` is what `fastspec.ContinuousBatch` takes, or "cascade" (a `fastspec.Cascade` of the patch's stages too).
-    In its adaptive mode every stage has `rows` rows of its own. A row has room for `max_length` tokens, prompt
-    and answer (None: the model's positions, 8192 at most); its buffers grow as texts do. While rows decode, prompts are
+    `assistant` is what `fastspec.ContinuousBatch` takes, or "cascade" (a `fastspec.Cascade` of the patch's stages too),
+    each stage of which has `rows` rows of its own in the adaptive mode. A row has room for `max_length` tokens, prompt
+    and answer (None: the model's positions, 8192 at most); buffers grow as texts do. While rows decode, prompts are
     read `prefill_chunk` tokens at a time between two rounds ("auto": 1,024 on CUDA, 256 elsewhere). None: any number,
-    for work of which nobody waits for one answer; then one row in sixteen may stand idle until several prompts can be
-    read together. Where passes are captured, short prompts that wait at the same time are read together, up to eight in
-    one pass.
+    for work of which nobody waits for one answer; one row in sixteen may then stand idle until several prompts are read
+    together. Where passes are captured, up to eight short prompts that wait are read in one pass.
 
     Rounds have as many rows as the load needs, 1, 2, 4, ... up to `rows`, since a tree in an idle row costs as much as
     in another. In low precision a text's rounding depends on the number of rows, and so on the load. With
     `narrows=False` there are always `rows`, which take half the memory of keys and values, and each prompt is read
     alone.
 
-    Processes that hold the model together (`tp_plan`) all call this with the same arguments. The first of them takes
-    prompts; the others run the same rounds until it closes its batch, which `close` and the end of a `with` block wait
-    for there. Meanwhile they call nothing else of the model. A change of it is made in all before the prompt that is to
-    see it. Where one of them fails in a round, or ends, prompts end with an error: those of the round at once where its
-    connections break, else after the time limit of the model's group.
+    Processes that hold the model together (`tp_plan`) all call this with the same arguments. The first takes prompts;
+    the others run the same rounds until it closes its batch, which `close` and the end of a `with` block wait for, and
+    call nothing else of the model. A change of it is made in all before the prompt that is to see it. Where one fails
+    in a round, or ends, prompts end with an error: at once where connections break, else after the group's time limit.
 
-    A row that became free keeps its text until another prompt takes the row, the oldest first. A prompt that begins
-    like a text, of a free row or of one that runs, is read from there on: the next turn of a conversation, or prompts
-    with the same instructions. No memory is taken beside the rows' own. In low precision this may change a rounding,
-    unless the model was patched with `exact=True`; `prefix_caching=False` reads all prompts whole, as None does with
-    `narrows=False`.
+    A free row keeps its text until another prompt takes the row, the oldest first. A prompt that begins like the text
+    of any row is read from there on: the next turn of a conversation, or the same instructions. No memory is taken
+    beside the rows' own. In low precision this may change a rounding, unless the model was patched with `exact=True`;
+    `prefix_caching=False` reads all prompts whole, as None does with `narrows=False`.
 
-    Weights that change in place are read as they are. Where a module, a hook or a parameter of the model, or of a
-    draft model, was replaced, PEFT's adapter switched, a plain attribute of a module or of the configuration set (a
-    norm's epsilon, the scale of attention), or a buffer of up to 65,536 elements changed (on a GPU otherwise than by
-    `.data`), a prompt that is submitted after that waits until the running rows have ended, and is decoded by rounds
-    that are made anew. Rows that run are not sure to see the change, or not to. Where the rounds cannot be made the
-    prompts that wait end with the reason.
+    Weights that change in place are read as they are. Where a module, a hook or a parameter of the model, or of a draft
+    model, was replaced, PEFT's adapter switched, a plain attribute of a module or of the configuration set, or a buffer
+    of up to 65,536 elements changed (on a GPU otherwise than by `.data`), a prompt that is submitted after that waits
+    until the running rows have ended, and is decoded by rounds that are made anew, or ends with the reason. Rows that
+    run may see the change, or not.
 
     Raises Unsupported for an unpatched model, and for what `ContinuousBatch` refuses.
     """

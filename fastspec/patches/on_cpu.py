@@ -1,9 +1,6 @@
-"""Choice of `backend="auto"` on the CPU: the C++ kernels for fp32 models with an adapter, where this machine can build
-them and they pass the self-check, and for bf16 models where they are quicker than torch besides; plain torch else, and
-why.
-
-The environment's FASTSPEC_CPU says "auto" (that) or "torch" (plain torch).
-"""
+"""Choice of `backend="auto"` on the CPU: the C++ kernels, where this machine can build them and they pass the
+self-check, for adapted models in fp32, and in bf16 where they are quicker than torch; plain torch else, and why. The
+environment's FASTSPEC_CPU says "auto" (that) or "torch" (plain torch)."""
 
 from __future__ import annotations
 
@@ -29,9 +26,8 @@ SAMPLE, ROWS = (1536, 576), (1, 8)
 
 
 def named(backend: str, device: torch.device, dtype: torch.dtype, adapted: bool) -> str:
-    """The backend of a model of a dtype on a device: "cpp" for "auto" on the CPU where the C++ kernels run, compiled
-    and checked first where that was not done on this machine; else the name as given. `adapted` says whether the model
-    has an adapter. Raises Unsupported for an unknown FASTSPEC_CPU."""
+    """Backend of a model: "cpp" for "auto" on the CPU where the C++ kernels run, compiled and checked first if need be;
+    else the name as given. Raises Unsupported for an unknown FASTSPEC_CPU."""
     if backend != "auto" or device.type != "cpu":
         return backend
     return "cpp" if why_torch(dtype, adapted) is None else backend
@@ -77,8 +73,7 @@ def _try(dtype: torch.dtype) -> str | None:
 
 @torch.no_grad()
 def _slower() -> str | None:
-    """None where the kernels' products of bf16 weights are quicker than torch's on this machine, or what was
-    measured."""
+    """None where the kernels' products in bf16 are quicker than torch's here, else what was measured."""
     weight = torch.zeros(SAMPLE, dtype=torch.bfloat16, device="cpu")
     spent = [times((cpp_native().product, F.linear), weight.new_zeros(rows, SAMPLE[1]), weight) for rows in ROWS]
     ours, torchs = (sum(each[way] for each in spent) for way in (0, 1))

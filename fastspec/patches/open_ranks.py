@@ -1,9 +1,8 @@
 """Processes that hold the model of an open batch together: the first takes prompts, and tells the others before every
-turn of the rounds what has happened since the last one, so that all run the same turns. Several batches, of a cascade's
-stages, take turns.
+turn what has happened, so that all run the same turns. Batches of a cascade's stages take turns.
 
-They talk over gloo, in a group of their own. A process that waits there sleeps; the first speaks every BEAT seconds
-where nothing happens, and one that hears nothing for LIMIT raises an error.
+They talk over gloo. A process that waits sleeps; the first speaks every BEAT seconds where nothing happens, and one
+that hears nothing for LIMIT raises an error.
 """
 
 from __future__ import annotations
@@ -80,11 +79,9 @@ class News:
 
 
 class TurnOrder:
-    """Order of the turns of open batches that decode in the same processes: one turn at a time, the same in all.
-
-    In the first process the batch that has waited longest takes the next turn; in another the one that the first names.
-    An error of one ends all, since the processes are out of step. With `held` none begins before `begin`.
-    """
+    """Order of the turns of open batches in the same processes, one at a time: in the first the batch that has waited
+    longest, in another the one that the first names. An error of one ends all. With `held` none begins before
+    `begin`."""
 
     def __init__(self, *, held: bool = False) -> None:
         self.count = 0
@@ -110,8 +107,7 @@ class TurnOrder:
             self._hold(batch)
 
     def hear(self, batch: object, number: int, receive: Callable[[], list[int]]) -> list[int]:
-        """Wait until the first process names a batch, in another -> the head, the batch's number last. One that still
-        has a turn is given any."""
+        """Wait, in another process, until the first names a batch that has no turn -> the head, its number last."""
         kept = self._holder is batch
         while True:
             with self._changed:
@@ -148,8 +144,8 @@ class TurnOrder:
 
 
 class OpenRanks(Ranks):
-    """The processes of one open batch, which takes its turns in an order with others. `leads` is true in the first;
-    `digest` stands for all that the turns so far have made of the prompts, and is the same in all."""
+    """The processes of one open batch, whose turns are in an order with others'. `leads` is true in the first; `digest`
+    stands for what all turns have made of the prompts."""
 
     def __init__(self, whole: dist.ProcessGroup, order: TurnOrder | None = None) -> None:
         super().__init__(_talking(dist.group.WORLD, tuple(dist.get_process_group_ranks(whole))), torch.device("cpu"))
@@ -198,9 +194,8 @@ class OpenRanks(Ranks):
                 self._send(torch.frombuffer(bytearray(told), dtype=torch.uint8).cpu(), LIMIT)
 
     def hear(self, failed: bool) -> News:
-        """Wait for what the first process tells, and so for a turn of the batch; `failed` where the last one has here,
-        and is not over. Raises FastSpecError where that ends the batch, or where the turns so far have made something
-        else of the prompts there."""
+        """Wait for what the first process tells, and so for a turn; `failed` where the last one has here. Raises
+        FastSpecError where that ends the batch, or turns have made something else of the prompts there."""
 
         def receive() -> list[int]:
             with self._reached():
@@ -247,8 +242,7 @@ class OpenRanks(Ranks):
 
 @cache
 def _talking(world: object, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """Processes of a world over gloo, whatever sums go over; made once, since torch would give the next the same
-    name."""
+    """Processes of a world over gloo; made once, since torch would give the next the same name."""
     try:
         made = dist.new_group(list(ranks), timeout=LIMIT, backend="gloo", use_local_synchronization=True)
     except RuntimeError as error:  # of the store, for which nobody else has come
@@ -271,11 +265,8 @@ class SilentRounds(RoundStreamer):
 
 
 class PromptMail:
-    """Arguments of prompts as bytes, which other processes read in the order in which they were written.
-
-    Grammars, their tokenizers and stop strings are large, and many prompts have the same: they are sent with the first
-    of these, and named in the next, the last KEPT of them. Tensors on a GPU go to the reader's.
-    """
+    """Arguments of prompts as bytes, which other processes read in the order in which they were written. Grammars,
+    tokenizers and stop strings are sent once, and then named, the last KEPT. Tensors on a GPU go to the reader's."""
 
     def __init__(self) -> None:
         self.kept: OrderedDict[int, Any] = OrderedDict()

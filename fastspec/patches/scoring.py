@@ -34,14 +34,12 @@ def log_probs(
 ) -> Tensor:
     """Log-probability of every token of a text after those before it, as generation has it.
 
-    input_ids and attention_mask [B, T] are texts with padding on the left, on the right or on both sides; every token
-    counts without a mask. Returns [B, T - 1] fp32: at t the log-probability of token t + 1 under the softmax of the
-    logits over `temperature`, and 0 where either of the two is padding. Nothing is drawn, no cache is kept, and there
-    are no gradients.
+    input_ids and attention_mask [B, T] are texts with padding on either side, or none without a mask. Returns [B, T -
+    1] fp32: at t the log-probability of token t + 1 under the softmax of the logits over `temperature`, and 0 where
+    either of the two is padding. Nothing is drawn or kept, and there are no gradients.
 
     The text is read in chains of nodes by the kernels of rounds. Of a model patched with `exact=True` these are the
-    bits of what `generate(..., output_logits=True)` returns for the same text; else, and in fp32, they are equal but
-    for rounding.
+    bits of what `generate(..., output_logits=True)` returns; else, and in fp32, they are equal but for rounding.
 
     Raises Unsupported for an unpatched model, an encoder-decoder, a model that reads more than tokens or that several
     processes hold, a mask with a hole, and a temperature that is not above 0.
@@ -68,11 +66,8 @@ def log_probs(
 
 @torch.no_grad()
 def text_logprobs(model: Any, ids: Sequence[int], count: int) -> Iterator[list[TokenLogprob]]:
-    """Log-probabilities of the tokens of one text from the second on, each with the `count` likeliest in its place, in
-    the parts that passes score. A pass takes its turn, so that an open batch of the model decodes between two of them.
-
-    Raises Unsupported as `log_probs`.
-    """
+    """Log-probabilities of one text's tokens from the second on, with the `count` likeliest each, pass by pass; a pass
+    takes its turn between those of an open batch. Raises Unsupported as `log_probs`."""
     model, session = _session(model)
     device = device_of(model)
     text = torch.tensor([list(ids)], device=device)
@@ -105,13 +100,12 @@ def _passes(
     read: Callable[[Tensor, Tensor], Value],
     turn: Callable[[], AbstractContextManager[Any]],
 ) -> Iterator[Value]:
-    """What `read` makes of logits [B, N, V] and the tokens [B, N] that came there, pass by pass, of texts [B, T],
-    padding on the right."""
+    """What `read` makes of logits [B, N, V] and tokens [B, N], pass by pass, of texts [B, T] padded on the right."""
     rows, longest = texts.shape
     nodes = max(1, min(NODES, longest - 1, SCORES // (rows * model.config.get_text_config().vocab_size)))
     with turn():
         ops = session.ops(model, mode_for(model))
-        target = language_model(model, None, rows=rows, capacity=longest, tail=nodes, taps=None, ops=ops, first=longest)
+        target = language_model(model, None, rows=rows, capacity=longest, tail=nodes, ops=ops, first=longest)
         logits, _ = target.prefill(texts[:, :1], torch.ones_like(counts))
         found = read(logits[:, None], texts[:, 1:2])
     yield found

@@ -18,6 +18,7 @@ from fastspec.config import Mtp
 from fastspec.errors import CheckpointError
 from fastspec.generation.heads.bound import BoundHead, narrowed, no_rows
 from fastspec.patches.call.ranks import by_first
+from fastspec.patches.hf.ends import listed
 from fastspec.patches.hf.snapshot import revision_of
 
 DEFAULT = 1 << 16
@@ -27,8 +28,7 @@ FREE = 16
 
 
 def with_vocabulary(head: BoundHead, config: Mtp, model: Any) -> BoundHead:
-    """The head with the draft vocabulary of a config. Raises CheckpointError for a list that cannot be read, and where
-    the target's LM head has no rows to give that were asked for."""
+    """The head with a config's draft vocabulary. Raises CheckpointError for a list or rows that are not there."""
     asked, size = config.draft_vocab, head.config.vocab_size
     lm_head = head.binding.lm_head
     if lm_head is None or asked == "full" or (isinstance(asked, int) and asked >= size):
@@ -47,11 +47,10 @@ def with_vocabulary(head: BoundHead, config: Mtp, model: Any) -> BoundHead:
 
 
 def likely(model: Any, count: int, size: int) -> Tensor:
-    """So many ids of a model's vocabulary, ascending: its special and added tokens, then those of the earliest merges,
-    which byte-pair encodings number first."""
+    """So many ids of a vocabulary, ascending: special and added tokens, then those of the earliest merges."""
     settings = model.generation_config
     ends = (settings.eos_token_id, settings.bos_token_id, settings.pad_token_id)
-    named = [token for each in ends for token in (each if isinstance(each, list) else [each]) if token is not None]
+    named = [token for each in ends for token in listed(each)]
     first = dict.fromkeys(token for token in (*named, *_special(model)) if 0 <= token < size)
     ids = list(first)[:count]
     ids += [token for token in range(size) if token not in first][: count - len(ids)]

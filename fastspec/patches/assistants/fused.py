@@ -1,16 +1,10 @@
 """The one-launch drafter: an EAGLE-3 head whose whole draft phase is one cooperative Triton kernel
-(`fastspec/kernels/drafting/fused/`).
+(`fastspec/kernels/drafting/fused/`), which `Eagle3(fused=True)` and `frontier_generate(backend="triton")` choose.
 
-`Eagle3(fused=True)` and `frontier_generate(backend="triton")` choose it, and nothing else does. It drafts the trees of
-`EagleDrafter`: the pairs that a round accepted wait in buffers for the next launch, which feeds them and grows the next
-tree, level by level, with a barrier over the whole chip between two phases. It is the one kernel here that holds
-several layers' work between grid barriers.
-
-It pays where a phase is launched kernel by kernel from Python: 0.5 ms instead of 13 (one row, depth 7, top-k 10, a head
-of 46 MiB, one H200). fastspec captures rounds as CUDA graphs, and in a graph the separate kernels were faster with
-every head that was measured: 0.46 ms instead of 0.50 (46 MiB), 0.86 instead of 0.98 (277), 1.75 instead of 2.08 (810),
-4.89 instead of 5.65 (2,676), on an H100 0.346 instead of 0.412 (15.5 MiB), and with eight rows 0.73 to 6.56 instead of
-0.93 to 13.7 (benchmarks/results/drafter_h200.jsonl and drafter_h100.jsonl).
+It drafts the trees of `EagleDrafter`: the pairs that a round accepted wait in buffers for the next launch, which feeds
+them and grows the next tree, level by level, with a barrier over the whole chip between two phases. Launched from
+Python a phase takes 0.5 ms instead of 13; in a CUDA graph the separate kernels were faster with every head that was
+measured, 0.46 ms instead of 0.50 at best (benchmarks/results/drafter_h200.jsonl and drafter_h100.jsonl).
 """
 
 from __future__ import annotations
@@ -76,8 +70,7 @@ class FusedDrafter(EagleDrafter):
         self.pair_tokens = torch.zeros(pairs, dtype=torch.long, device=device)
         self.pair_features = torch.zeros(*pairs, head.module.fc.in_features, dtype=self.last.dtype, device=device)
         self.pair_counts = torch.zeros(rows, dtype=torch.long, device=device)
-        """The pairs of each row that wait for the next launch: tokens [B, P], features [B, P, F], how many count
-        [B]."""
+        """Pairs that wait for the next launch: tokens [B, P], features [B, P, F], how many count [B]."""
 
     def _packed(self) -> tuple[Tensor, Tensor]:
         """The layer's packed weights, where the kernel can read all that the head and its target hold."""
@@ -122,21 +115,11 @@ class FusedDrafter(EagleDrafter):
 
     def _grow(self, extent: int) -> tuple[Tensor, Tensor, Tensor]:
         """`EagleDrafter._grow`, by one launch that feeds the pairs that wait first."""
+        pairs = self.pair_tokens, self.pair_features, self.pair_counts
+        cache = self.attention.k[0], self.attention.v[0], self.state.lengths
         out = self.growth.scores, self.growth.tokens, self.growth.parents
         return self.draft(
-            self.weights,
-            self.space,
-            self.pair_tokens,
-            self.pair_features,
-            self.pair_counts,
-            self.last,
-            self.readout,
-            self.attention.k[0],
-            self.attention.v[0],
-            self.state.lengths,
-            *self.tables,
-            self.state.bound,
-            out,
+            self.weights, self.space, *pairs, self.last, self.readout, *cache, *self.tables, self.state.bound, out
         )
 
 
@@ -153,14 +136,13 @@ def frontier_generate(
     shape: TreeShape | None = None,
     backend: str = "torch",
 ) -> TokenTree:
-    """Grow the draft tree that follows a prompt and its first new token.
+    """Grow the draft tree that follows a prompt and its first new token -> `shape.total_tokens` nodes: node 0 the root,
+    the re-ranked nodes in breadth-first order (EAGLE-2, arXiv 2406.16858, section 4).
 
     input_ids [B, T+1] int64: the prompt and the root token. features [B, T, taps * H_t]: the target's hidden states of
-    the first T tokens, concatenated in the order of the head's taps (EAGLE-1/2: [B, T, H], after the final norm), or
-    one tensor [B, T, H_t] for each tap in that order. backend "triton" grows the tree in one launch
-    (`fastspec.patches.assistants.fused`), on CUDA. Returns a TokenTree of `shape.total_tokens` nodes: node 0 the root,
-    the re-ranked nodes in breadth-first order (EAGLE-2, arXiv 2406.16858, section 4). Raises Unsupported for shapes or
-    a backend that do not fit.
+    the first T tokens, in the order of the head's taps (EAGLE-1/2: [B, T, H], after the final norm), or one tensor [B,
+    T, H_t] for each tap. backend "triton" grows the tree in one launch, on CUDA. Raises Unsupported for shapes or a
+    backend that do not fit.
     """
     shape = shape or TreeShape()
     if backend not in ("torch", "triton"):

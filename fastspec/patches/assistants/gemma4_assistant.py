@@ -39,8 +39,7 @@ MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 TARGETS = ("gemma4_text", "gemma4_unified_text")
 """Model types of decoders whose keys and values such an assistant reads."""
 WIDER = 2
-"""Positions that a node's span is longer than the assistant's window W: transformers lets it see the last W + 1
-committed tokens, and counts from the last of them, where the node stands one behind."""
+"""Positions that a node sees beyond the assistant's window W: transformers shows it W + 1 committed tokens."""
 
 
 def is_assistant(source: Any) -> bool:
@@ -49,12 +48,9 @@ def is_assistant(source: Any) -> bool:
 
 
 def gemma4_assistant(source: Any, target: Any) -> Any:
-    """The Gemma 4 assistant that a module, a directory or a hub id is, on the target's device and in its dtype; None
-    for a checkpoint of anything else.
-
-    Raises CheckpointError for one that lacks tensors or does not fit the target, Unsupported for a target that it
-    cannot draft for.
-    """
+    """The Gemma 4 assistant of a module, a directory or a hub id, on the target's device and in its dtype; None for
+    another checkpoint. Raises CheckpointError for one that lacks tensors or does not fit, Unsupported for the
+    target."""
     named = isinstance(source, (str, Path))
     if not (_model_type(source) in MODEL_TYPES if named else is_assistant(source)):
         return None
@@ -63,8 +59,7 @@ def gemma4_assistant(source: Any, target: Any) -> Any:
 
 
 def gemma4_decoding(config: Any, resources: dict[str, Any], model: Any) -> SharedCacheDecoding:
-    """The decoding of a config with the sizes of `Eagle3` and the assistant `resources["mtp"]`. Raises Unsupported for
-    sizes that it cannot draft, and for a target that has changed since."""
+    """The decoding of a config. Raises Unsupported for sizes that it cannot draft, or a target that has changed."""
     _check_target(model)
     assistant = resources["mtp"] = _placed(resources["mtp"], model)
     fields, most = trees_of(config, device_of(model).type)
@@ -170,8 +165,7 @@ def _expand_of(assistant: Any, ops: Ops) -> Expand:
 
 
 def likeliest_clusters(masked: Any, clusters: Tensor, readout: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits of readout [B, N, H] over the tokens of the likeliest centroids alone [B, N, S], and these tokens [B, N,
-    S], by the centroids' logits `clusters` [B, N, C] and the rows of the LM head's weight [V, H]."""
+    """Logits and tokens, both [B, N, S], of the likeliest centroids, by their logits `clusters` [B, N, C]."""
     chosen = clusters.topk(masked.centroid_intermediate_top_k, -1).indices
     tokens = masked.token_ordering.long().view(masked.num_centroids, -1)[chosen].flatten(2)
     return (weight[tokens] @ readout[..., None])[..., 0], tokens
@@ -186,8 +180,7 @@ def scored_tokens(assistant: Any) -> int:
 
 
 def _model_type(source: str | Path) -> Any:
-    """The model type in the config.json of a directory or a hub repository, of which nothing else is fetched; None
-    where a place on this machine has none. Raises CheckpointError where there is no such place."""
+    """Model type in the config.json of a directory or hub id, alone fetched; None without. Raises CheckpointError."""
     local = Path(source).expanduser()
     at = local / "config.json"
     if not local.exists():
@@ -211,19 +204,15 @@ def _load(folder: Path, target: Any) -> Any:
         )
     except (OSError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"mtp={folder} cannot be loaded: {error}") from error
-    wrong = [
-        f"{what} {', '.join(sorted(map(str, names)))}"
-        for what, names in (("lacks", info["missing_keys"]), ("brings unknown", info["unexpected_keys"]))
-        if names
-    ]
+    keys = ("lacks", info["missing_keys"]), ("brings unknown", info["unexpected_keys"])
+    wrong = [f"{what} {', '.join(sorted(map(str, names)))}" for what, names in keys if names]
     if wrong:
         raise CheckpointError(f"mtp={folder}: the assistant {' and '.join(wrong)}")
     return assistant.eval().requires_grad_(False)
 
 
 def _placed(assistant: Any, target: Any) -> Any:
-    """An assistant that fits a target, itself or a copy on the target's device and in its dtype. Raises CheckpointError
-    for one that does not fit."""
+    """A fitting assistant on the target's device and in its dtype, copied if need be. Raises CheckpointError else."""
     misfits = _misfits(assistant, target)
     if misfits:
         raise CheckpointError(
@@ -239,11 +228,9 @@ def _misfits(assistant: Any, target: Any) -> list[str]:
     """Sizes in which an assistant and its target disagree."""
     own, theirs = assistant.config.get_text_config(), target.config.get_text_config()
     width, rows = assistant.config.backbone_hidden_size, table_rows(target.get_input_embeddings(), target.config)
-    found = (
-        []
-        if width == theirs.hidden_size
-        else [f"it reads hidden states of {width}, the target's are {theirs.hidden_size}"]
-    )
+    found = []
+    if width != theirs.hidden_size:
+        found.append(f"it reads hidden states of {width}, the target's are {theirs.hidden_size}")
     if own.vocab_size > rows:
         found.append(f"it drafts {own.vocab_size} tokens, and the target has {rows}")
     held = dict(zip(theirs.layer_types, layer_shapes(target.config), strict=True))
@@ -265,8 +252,8 @@ def _misfits(assistant: Any, target: Any) -> list[str]:
 
 def _check_target(model: Any) -> None:
     """Raise Unsupported for a target whose keys and values no assistant can read."""
-    name = type(model).__name__
     refuse_heads("mtp", model)
+    name = type(model).__name__
     if model.config.get_text_config().model_type not in TARGETS:
         raise Unsupported(
             f"mtp= is a Gemma 4 assistant, which reads the keys and values of a Gemma 4 model, and this is a {name}"

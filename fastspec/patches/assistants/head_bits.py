@@ -42,8 +42,7 @@ def refuse_bits(model: Any, backend: str) -> None:
 
 
 def may_round(model: Any, mode: Mode, backend: str) -> bool:
-    """True where wide heads are read in 8 bits though nobody asked for it: in 16 bits and one process, on a device
-    where that was measured to be faster."""
+    """True where wide heads are read in 8 bits unasked: 16-bit models of one process where that was faster."""
     kernels = named(backend, device_of(model), mode.dtype, mode.adapter is not None)
     return (
         mode.dtype in (torch.bfloat16, torch.float16)
@@ -54,16 +53,12 @@ def may_round(model: Any, mode: Mode, backend: str) -> bool:
 
 
 def in_bits(head: Any, bits: HeadBits | None, name: str, model: Any, backend: str) -> Any:
-    """A head as an assistant of this name reads it. Raises Unsupported where it cannot be read in 8 bits, as was asked
-    for."""
+    """A head as an assistant reads it. Raises Unsupported where 8 bits were asked for and cannot be."""
     if bits is None:
-        wide = (
-            isinstance(head, BoundHead)
-            and head.config.hidden_size >= WIDE
-            and may_round(model, mode_for(model), backend)
-        )
+        if not isinstance(head, BoundHead) or head.config.hidden_size < WIDE:
+            return head
         with suppress(ValueError):  # of a layer that has no 8 bits
-            return rounded(head) if wide else head
+            return rounded(head) if may_round(model, mode_for(model), backend) else head
     if bits != 8:
         return head
     if not isinstance(head, BoundHead):

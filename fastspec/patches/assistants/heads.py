@@ -1,5 +1,4 @@
-"""Drafting heads for a transformers model: `load_head` finds one and binds it, `inspect_head` describes a checkpoint
-without running it."""
+"""Drafting heads for a transformers model: `load_head` finds and binds one, `inspect_head` describes a checkpoint."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ def sizes_of(target: PreTrainedModel | PretrainedConfig) -> Sizes:
 
 
 def parts_of(target: PreTrainedModel, *, layers: bool = False) -> TargetParts:
-    """Parts of a target that heads are fitted and bound to; with `layers` what runs layers of its kind, where it has an
-    adapter."""
+    """Parts of a target that heads are fitted and bound to; with `layers` also what runs layers of its kind."""
     lm_head, device = target.get_output_embeddings(), device_of(target)
     adapter = adapter_for(target) if layers else None
     weight = getattr(lm_head, "weight", None)
@@ -79,14 +77,12 @@ def load_head(
     """A drafting head for `target`, bound to its embedding (and LM head where it has none), on its device and in its
     dtype.
 
-    `source` is a directory, a hub id, the name of a head of an installed package, or an `EagleHead`. Of a module a copy
-    is bound that shares its weights, which are never moved or cast. `taps`, `rope_theta`, `rope_interleaved`,
-    `norm_before_residual` and `norm_output` replace what the checkpoint says, and `own_embedding=False` takes the
-    target's embedding in place of the head's; `probe_head` finds them. Warns of what the checkpoint leaves open, and
-    was assumed, and of an adapter beside the head that the target needs and does not have.
+    `source` is a directory, a hub id, the name of a head of an installed package, or an `EagleHead`, of which a copy is
+    bound that shares its weights. `taps`, `rope_theta`, `rope_interleaved`, `norm_before_residual` and `norm_output`
+    replace what the checkpoint says, and `own_embedding=False` takes the target's embedding; `probe_head` finds them.
+    Warns of what the checkpoint leaves open, and of an adapter beside the head that the target does not have.
 
-    Raises CheckpointError for a source that cannot be found, a checkpoint that cannot be read, and a head that does not
-    fit the target.
+    Raises CheckpointError for a source that cannot be found or read, and a head that does not fit the target.
 
     >>> head = load_head("smollm2-135m-instruct", model)                                     # doctest: +SKIP
     >>> read = probe_head("path/or/hub-id", model)[0].overrides()                            # doctest: +SKIP
@@ -113,10 +109,8 @@ _KINDS = {"eagle3": ("EAGLE-3", "eagle3=head"), "eagle": ("EAGLE-1/2", "eagle=he
 
 
 def load_heads(sources: Mapping[str, str | Path | EagleHead | None], target: PreTrainedModel) -> dict[str, BoundHead]:
-    """The heads of the assistants "eagle", "eagle2" and "eagle3" that have a source, loaded once where they share one.
-
-    Raises CheckpointError like `load_head`, and for a head of the other kind, naming the assistant that takes it.
-    """
+    """Heads of "eagle", "eagle2" and "eagle3" that have a source, loaded once where they share one. Raises
+    CheckpointError like `load_head`, and for a head of the other kind, naming the assistant that takes it."""
     made: dict[str | Path | EagleHead, BoundHead] = {}
     heads = {}
     for name, source in sources.items():
@@ -149,11 +143,8 @@ def _no_head(source: object) -> str:
 
 
 def find_head(source: str | Path, *, revision: str | None = None) -> Path:
-    """The directory of a head: one that exists, one of an installed package, or a hub repository's JSON and weight
-    files.
-
-    Raises CheckpointError where there is none.
-    """
+    """Directory of a head: one that exists, one of an installed package, or a hub repository's JSON and weights. Raises
+    CheckpointError where there is none."""
     if not isinstance(source, (str, Path)):
         raise CheckpointError(_no_head(source))
     local = Path(source).expanduser()
@@ -205,14 +196,14 @@ class HeadReport:
     parameters: int
     has_embedding: bool
     copies_embedding: bool | None
-    """True where the head's own embedding is the target's; None where it brought none, and without the target's
-    weights."""
+    """True where the head's own embedding is the target's; None where one of them is not there."""
     notes: tuple[str, ...]
     misfits: tuple[str, ...] | None
 
     def rows(self) -> list[tuple[str, str]]:
         """(name, value) pairs to print, in reading order."""
         c = self.config
+        attention = f"{c.num_attention_heads} query heads, {c.num_key_value_heads} key/value heads of {c.head_dim}"
         rows = [
             ("source", self.source),
             ("dialect", self.dialect),
@@ -220,10 +211,7 @@ class HeadReport:
             ("parameters", f"{self.parameters / 1e6:.1f} M"),
             ("hidden size", f"{c.hidden_size} (target {c.target_hidden_size})"),
             ("layers", str(c.num_hidden_layers)),
-            (
-                "attention",
-                f"{c.num_attention_heads} query heads, {c.num_key_value_heads} key/value heads of {c.head_dim}",
-            ),
+            ("attention", attention),
             ("intermediate size", str(c.intermediate_size)),
             ("vocabulary", f"{c.draft_vocab_size} drafted of {c.vocab_size}"),
             ("RoPE", str(c.rope_parameters["rope_type"])),
@@ -232,9 +220,7 @@ class HeadReport:
         rows += [(name, str(flag)) for name, flag in sorted(self.flags.items())]
         rows += [("note", note) for note in self.notes]
         if self.misfits is not None:
-            rows += (
-                [("fits the target", "yes")] if not self.misfits else [("does not fit", text) for text in self.misfits]
-            )
+            rows += [("does not fit", text) for text in self.misfits] or [("fits the target", "yes")]
         return rows
 
 
@@ -243,18 +229,15 @@ def _of_embedding(brought: bool, copied: bool | None) -> str:
         return "no"
     if copied is None:
         return "yes"
-    return (
-        "a copy of the target's" if copied else "differs from the target's, which own_embedding=False takes: probe it"
-    )
+    differs = "differs from the target's, which own_embedding=False takes: probe it"
+    return "a copy of the target's" if copied else differs
 
 
 def inspect_head(
     source: str | Path, target: PreTrainedModel | PretrainedConfig | None = None, *, revision: str | None = None
 ) -> HeadReport:
-    """Read a head and say how each switch was decided and, given a target (its config is enough), whether it fits.
-
-    Raises CheckpointError like `load_head`, except that a head that does not fit is reported and not raised.
-    """
+    """How each switch of a head was decided and, given a target (its config is enough), whether the head fits. Raises
+    CheckpointError like `load_head`, but for a head that does not fit."""
     checkpoint = read_checkpoint(find_head(source, revision=revision))
     found = None
     if target is not None:
@@ -280,11 +263,9 @@ def inspect_head(
 def copies_embedding(checkpoint: HeadCheckpoint, target: PreTrainedModel) -> bool | None:
     """True where a head's own embedding is the target's; None where the head or the target has none to compare."""
     shared = getattr(target.get_input_embeddings(), "weight", None)
-    return (
-        None
-        if checkpoint.embedding is None or not isinstance(shared, Tensor)
-        else is_copy(checkpoint.embedding, shared)
-    )
+    if checkpoint.embedding is None or not isinstance(shared, Tensor):
+        return None
+    return is_copy(checkpoint.embedding, shared)
 
 
 HEADS = "smollm2-135m-instruct", "smollm2-135m-instruct-eagle"
@@ -293,17 +274,14 @@ PACKAGE, DISTRIBUTION = "fastspec_smollm2_heads", "fastspec-smollm2-heads"
 INSTALL = f"pip install ./packages/{DISTRIBUTION}"
 LEFT = {
     "smollm2-135m-instruct-wide": "the tag `laboratory` of fastspec's repository keeps it: check out "
-    "fastspec/heads/smollm2-135m-instruct-wide of it and give that path",
+    "fastspec/heads/smollm2-135m-instruct-wide of it and give that path"
 }
 """Head that was removed -> how to get it."""
 
 
 def packaged_head(name: str) -> Path | None:
-    """The folder of the head `name`; None where the package has none of it. The package is found but not imported.
-
-    Raises CheckpointError, with the command that installs it, where the package is missing, and for a head that was
-    removed.
-    """
+    """Folder of the head `name`, None where the package, which is not imported, has none. Raises CheckpointError where
+    the package is missing, with the command that installs it, and for a head that was removed."""
     if name in LEFT:
         raise CheckpointError(f"the head {name} was removed from fastspec: {LEFT[name]}")
     if name not in HEADS:

@@ -1,7 +1,5 @@
-"""MTP heads: the draft layer in a model's own checkpoint, which transformers leaves out when it loads the model.
-
-Names of its tensors by family: transformers' conversion mapping of `MtpModel`, and vLLM's models of this name.
-"""
+"""MTP heads: the draft layer in a model's own checkpoint, which transformers leaves out. Names of its tensors are from
+transformers' conversion mapping of `MtpModel`, and vLLM's models of this name."""
 
 from __future__ import annotations
 
@@ -51,17 +49,15 @@ EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpForm:
-    """Names of an MTP layer's tensors in one form of checkpoint: a pattern before them, in which N is the target's
-    number of layers and the group is the number of the MTP layer, and patterns of what follows, in this order, with the
-    names that they have in `MtpHead`."""
+    """Names of an MTP layer's tensors in one form of checkpoint: a pattern before them (N: the target's number of
+    layers, `step`: the number of the MTP layer), and patterns of what follows with their names in `MtpHead`."""
 
     prefix: str
     names: tuple[tuple[str, str], ...]
     final: bool = True
     """True where a norm stands before the LM head."""
     disputed: bool = False
-    """True where programs differ in the side of the target's final norm that the hidden state is from: after it, unless
-    a probe shows otherwise."""
+    """True where programs differ in the side of the final norm that hidden states are from; a probe decides."""
 
 
 FORMS = (
@@ -108,12 +104,8 @@ OUTSIDE = re.compile(r"^(?:token_norm|state_norm|fc|norm|lm_head|embed_tokens)\.
 
 
 def load_mtp(source: str | Path | bool | MtpHead, model: PreTrainedModel) -> BoundHead:
-    """The MTP head of a model, bound to it: `source` is True for the files that the model was loaded from, a directory
-    or a hub id for others with the same names, or a head that was loaded before.
-
-    Raises Unsupported for a model without an adapter, and CheckpointError where the files hold no such head, or not all
-    of it.
-    """
+    """MTP head of a model, bound to it, of the files that the model was loaded from (True), of a directory or hub id,
+    or of a head that was loaded before. Raises Unsupported without an adapter, CheckpointError for incomplete files."""
     mode, target = mode_for(model), parts_of(model, layers=True)
     if mode.adapter is None:
         raise Unsupported(
@@ -173,8 +165,7 @@ def new_mtp(model: PreTrainedModel) -> MtpHead:
 
 
 def saved_mtp(head: MtpHead) -> dict[str, Tensor]:
-    """The tensors of an MTP head by the names that Qwen's checkpoints have, in bfloat16. Raises Unsupported for a form
-    that these names cannot tell."""
+    """Tensors of an MTP head by the names of Qwen's checkpoints, bfloat16. Raises Unsupported for another form."""
     faults = {
         "has no norm before the LM head": head.norm is None,
         "reads states before the target's final norm": head.config.last_tap_before_norm,
@@ -211,10 +202,8 @@ def read_mtp(where: str, num_layers: int, *, revision: str | None = None) -> tup
             f"{where} has an MTP layer for each draft ({len(steps)}), and fastspec runs one, fed its own state; "
             "use 'nasd' or 'speculative'"
         )
-    state: dict[str, Tensor] = {}
-    for path, names in by_file:
-        with safe_open(path(), framework="pt", device="cpu") as file:
-            state |= {name: file.get_tensor(key) for key, name in names.items()}
+    names = {key: name for _, own in by_file for key, name in own.items()}
+    state = {names[key]: tensor for key, tensor in _tensors(by_file).items()}
     if coded := sorted(name for name, each in state.items() if each.dtype not in FLOATS or CODED.search(name)):
         raise CheckpointError(
             f"{where} holds its MTP weights quantised ({some(coded)}), and they are read in 16 or 32 bits: "
@@ -225,6 +214,15 @@ def read_mtp(where: str, num_layers: int, *, revision: str | None = None) -> tup
 
 ByFile = list[tuple[Callable[[], str], dict[str, str]]]
 """Of each file, a call that gives its path, and its MTP tensors: the names that they have there, and in `MtpHead`."""
+
+
+def _tensors(by_file: ByFile) -> dict[str, Tensor]:
+    """MTP tensors by the names that they have in their files."""
+    found: dict[str, Tensor] = {}
+    for path, names in by_file:
+        with safe_open(path(), framework="pt", device="cpu") as file:
+            found |= {key: file.get_tensor(key) for key in names}
+    return found
 
 
 def _found(where: str, num_layers: int, revision: str | None) -> tuple[MtpForm, ByFile, set[str]] | None:
@@ -250,8 +248,7 @@ def _found(where: str, num_layers: int, revision: str | None) -> tuple[MtpForm, 
 
 
 def inspect_mtp(source: str | Path) -> list[tuple[str, str]] | None:
-    """What the MTP layer of a model's checkpoint is and how it is read, to print; None where `source` is no model's
-    checkpoint, or has none."""
+    """What the MTP layer of a model's checkpoint is and how it is read, to print; None without any."""
     try:
         check_hub(str(source))
         kind, layers = _described(str(source))
@@ -284,8 +281,7 @@ def _renamed(form: MtpForm, key: str) -> str:
 
 
 def _described(where: str) -> tuple[str, int]:
-    """Type and number of layers of the language model in a checkpoint, by its config.json as it stands: transformers
-    refuses many a head's. Raises ValueError where it has neither."""
+    """Type and number of layers of a checkpoint's language model, by its config.json. Raises ValueError without."""
     folder = Path(where).expanduser()
     path = folder / "config.json" if folder.is_dir() else Path(_needed(where, "config.json", None))
     raw = files.parse_json(path.read_text(encoding="utf-8"))
@@ -297,8 +293,7 @@ def _described(where: str) -> tuple[str, int]:
 
 
 def _together(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Experts that are stored one by one, as the layers of transformers hold them: all in one tensor, gate before
-    up."""
+    """The tensors with experts that are stored one by one all in one, gate before up, as transformers has them."""
     apart = {key: (found[1], int(found[2]), found[3]) for key in state if (found := EXPERT.match(key)) is not None}
     merged = {key: tensor for key, tensor in state.items() if key not in apart}
     one = {(at, number, kind): state[key] for key, (at, number, kind) in apart.items()}
@@ -398,12 +393,8 @@ def save_with_mtp(model: Any, *args: Any, **options: Any) -> Any:
             f"{where} holds the MTP layer no more that was read from it, and nothing was saved: "
             "fastspec.unpatch(model) lets the model be saved without"
         )
-    tensors: dict[str, Tensor] = {}
-    for path, names in found[1]:
-        with safe_open(path(), framework="pt", device="cpu") as file:
-            tensors |= {key: file.get_tensor(key) for key in names}
     held = given.get("state_dict")
-    state = {**(model.state_dict() if held is None else held), **tensors}
+    state = {**(model.state_dict() if held is None else held), **_tensors(found[1])}
     rest = {name: value for name, value in given.items() if name not in ("self", "state_dict", "kwargs")}
     return save(model, **rest, **given.get("kwargs", {}), state_dict=state)
 
@@ -416,8 +407,7 @@ def _built(
     adapter: Adapter,
     target: TargetParts,
 ) -> BoundHead:
-    """The head of these tensors. Raises CheckpointError, naming them, for any that are missing, unknown or of another
-    shape."""
+    """The head of these tensors. Raises CheckpointError for any that are missing, unknown or of another shape."""
     where, layers = source[0], getattr(decoder_of(model), adapter.layers)
     number = _like(state, layers, adapter)
     if number is None or adapter.embed_scale or adapter.layer_scale or adapter.parallel:

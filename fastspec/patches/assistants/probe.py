@@ -34,10 +34,8 @@ PROBE_TOKENS = 64
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeRow:
     """One reading of a checkpoint: `agreement` is the share of `tokens` whose draft from the target's states is the
-    target's own choice, `second` that of the draft after it, from the state that the head feeds back to itself.
-
-    `own_embedding` and `rope_interleaved` are None where they leave nothing to choose.
-    """
+    target's choice, `second` that of the draft after it, from the state that the head feeds back to itself.
+    `own_embedding` and `rope_interleaved` are None where they leave nothing to choose."""
 
     rope_theta: float
     taps: tuple[int, ...]
@@ -57,15 +55,9 @@ class ProbeRow:
 
     def overrides(self) -> dict[str, Any]:
         """Keyword arguments that make `load_head` read the checkpoint this way."""
-        found: dict[str, Any] = {"rope_theta": self.rope_theta, "rope_interleaved": self.rope_interleaved}
-        if self.taps:
-            found |= {
-                "taps": self.taps,
-                "norm_before_residual": self.norm_before_residual,
-                "norm_output": self.norm_output,
-            }
-        found["own_embedding"] = self.own_embedding
-        return {name: value for name, value in found.items() if value is not None}
+        names = ["rope_theta", "rope_interleaved", "own_embedding"]
+        names += ["taps", "norm_before_residual", "norm_output"] if self.taps else []
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 @torch.no_grad()
@@ -121,8 +113,8 @@ def probe_head(
 
 
 def states_of(target: PreTrainedModel, ids: Tensor) -> tuple[tuple[Tensor | None, ...], Tensor]:
-    """The target's hidden states of ids [1, T], behind them the last layer's output before the final norm (None without
-    an adapter, which says where that norm is), and what the target picks after each token [T]."""
+    """Hidden states of ids [1, T], with an adapter also the last layer's output before the final norm (else None), and
+    what the target picks after each token [T]."""
     adapter, before = adapter_for(target), list[Tensor]()
     hook = None
     if adapter is not None:
@@ -139,10 +131,9 @@ def states_of(target: PreTrainedModel, ids: Tensor) -> tuple[tuple[Tensor | None
 def _moved(checkpoint: HeadCheckpoint, target: PreTrainedModel) -> HeadCheckpoint:
     """The checkpoint with its weights where the target is, so that all readings share one copy."""
     check_range(checkpoint.state, target.dtype, checkpoint.where)
-    state = {
-        k: v.to(device_of(target), target.dtype if v.is_floating_point() else v.dtype)
-        for k, v in checkpoint.state.items()
-    }
+    state, device = {}, device_of(target)
+    for name, each in checkpoint.state.items():
+        state[name] = each.to(device, target.dtype if each.is_floating_point() else each.dtype)
     return replace(checkpoint, state=state)
 
 
@@ -153,8 +144,7 @@ def default_prompt(target: PreTrainedModel) -> Tensor:
 
 
 def _readings(checkpoint: HeadCheckpoint, target: PreTrainedModel) -> Iterator[tuple[Reading, HeadCheckpoint]]:
-    """The checkpoint as declared, then its variants: embedding x rotation x tap shift x residual x state fed back x
-    theta; for EAGLE-1/2 only theta."""
+    """The checkpoint as declared, then its variants: embedding x rotation x taps x residual x fed state x theta."""
     config, layers = checkpoint.config, target.config.get_text_config().num_hidden_layers
     theta = config.rope_parameters["rope_theta"]
     thetas = [theta] if theta == TRAINED_THETA else [theta, TRAINED_THETA]
@@ -184,16 +174,13 @@ def _readings(checkpoint: HeadCheckpoint, target: PreTrainedModel) -> Iterator[t
 
 
 def _draft(bound_head: BoundHead, ids: Tensor, states: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor]:
-    """The head's first choice after every pair (token t + 1, hidden state t) of ids [1, T], and after the state that
-    the head makes of the pair and the token behind it: target ids [T - 1] and [T - 2]. `states` are as from
-    `states_of`."""
+    """The head's first choice after every pair (token t + 1, hidden state t) of ids [1, T], and after the state that it
+    makes of the pair and the token behind it: target ids [T - 1] and [T - 2]. `states` are as from `states_of`."""
     head = cast(EagleHead, bound_head.as_module())
     config = head.config
     last = len(states) - 2
-    read = [
-        states[-1] if tap == last and config.last_tap_before_norm else states[tap] for tap in config.taps or (last,)
-    ]
-    features = torch.cat([cast(Tensor, each) for each in read], -1)[:, :-1].to(head.fc.weight.device)
+    read = [last + 1 if tap == last and config.last_tap_before_norm else tap for tap in config.taps or (last,)]
+    features = torch.cat([cast(Tensor, states[tap]) for tap in read], -1)[:, :-1].to(head.fc.weight.device)
     positions = torch.arange(ids.shape[1] - 1, device=features.device)[None]
     true: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -220,7 +207,5 @@ def _one_step_on(q: Tensor, k: Tensor, v: Tensor, k_true: Tensor, v_true: Tensor
     count = q.shape[1]
     seen = torch.ones(count, count, dtype=torch.bool, device=q.device)
     mask = torch.cat((seen.tril(), torch.eye(count, dtype=torch.bool, device=q.device)), 1)
-    keys, values = (torch.cat(pair, 1).transpose(1, 2) for pair in ((k_true, k), (v_true, v)))
-    return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=mask, enable_gqa=True).transpose(
-        1, 2
-    )
+    q, k, v = (x.transpose(1, 2) for x in (q, torch.cat((k_true, k), 1), torch.cat((v_true, v), 1)))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)

@@ -28,6 +28,7 @@ from fastspec.generation.target import Source, Target
 from fastspec.patches.assistants.gemma4_assistant import is_assistant
 from fastspec.patches.hf.compat import device_of, dtype_of, unpack_weights
 from fastspec.patches.hf.config_fields import recurrent_layers, table_rows
+from fastspec.patches.hf.ends import listed
 from fastspec.patches.hf.factory import language_model
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import adapter_for, check_supported
@@ -38,9 +39,8 @@ PADDING = 1024
 
 ROLES = ("bos_token_id", "eos_token_id", "pad_token_id")
 MANY_ROUNDS, SELDOM = 32, 0.05
-"""Rounds with drafts, and the share of them in which one was accepted, under which a call warns. A draft model that is
-right about the next token in a quarter of the rounds stays under it by chance in one call of that many rounds in a
-thousand."""
+"""Rounds with drafts, and the share of them with an accepted one, under which a call warns: by chance one call in a
+thousand, of a draft model that is right about every fourth token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,33 +73,17 @@ class SpeculativeDecoding(Decoding):
         if layers is None:
             source = None if self.source is None else encode(self.draft, self.source)
             model = language_model(
-                self.draft,
-                source,
-                rows=rows,
-                capacity=capacity + length.room,
-                tail=length.unread,
-                taps=None,
-                ops=ops,
-                drafts=True,
+                self.draft, source, rows=rows, capacity=capacity + length.room, tail=length.unread, ops=ops, drafts=True
             )
-        return ChainDrafter(
-            model,
-            length,
-            branches=config.branches,
-            vocab=vocabulary(self.target),
-            draft_vocab=vocabulary(self.draft),
-            ops=ops,
-            process=process,
-            early=None if layers is None else partial(self._early, layers),
-        )
+        early = None if layers is None else partial(self._early, layers)
+        vocabs = {"vocab": vocabulary(self.target), "draft_vocab": vocabulary(self.draft)}
+        return ChainDrafter(model, length, branches=config.branches, ops=ops, process=process, early=early, **vocabs)
 
     def _early(self, layers: int, target: Target) -> HFModel:
         """The target's own first layers, as a model that drafts on its cache."""
         assert isinstance(target, HFModel)
         limit, ops = target.state.limit, target.ops
-        return HFModel(
-            self.target, target.adapter, rows=0, capacity=limit, tail=0, taps=None, ops=ops, early=(target, layers)
-        )
+        return HFModel(self.target, target.adapter, rows=0, capacity=limit, tail=0, ops=ops, early=(target, layers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,17 +101,14 @@ class TextDecoding(Decoding):
         return (self.pair.model,)
 
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> TextDrafter | SharedDrafter:
-        """The drafter of a call, and of later ones of its kind.
-
-        With `process` drafts are drawn by the shared tokens, if there are any. Without it the call may be a sampled one
-        too, one without any processor, which this does not tell from a greedy one: drafts are texts then.
-        """
+        """The drafter of a call, and of later ones of its kind: drafts are drawn from the shared tokens, if any, under
+        `process`, and are texts without, since a call without processors may sample too."""
         draft, config = self.pair.model, self.config
         times = COSTS.get(torch.device(device).type, COSTS["cuda"])
         more = check(self.target, device, rows) + times.reread / pass_ms(times, self.target)
         length = _length(config, cost(draft, self.target, device), more)
         room = room_for(capacity, length)
-        model = language_model(draft, None, rows=rows, capacity=room, tail=2, taps=None, ops=ops, drafts=True)
+        model = language_model(draft, None, rows=rows, capacity=room, tail=2, ops=ops, drafts=True)
         texts: dict[str, Any] = {
             "room": room,
             "tokenizer": self.pair.tokenizer,
@@ -161,15 +142,13 @@ def _length(config: Speculative, cost: float, check: float) -> Length:
 
 
 def check(model: Any, device: Any, rows: int) -> float:
-    """Extra cost of a pass of the target over drafts beside one over a single token, in such passes; nothing in a
-    batch, which has several."""
+    """Cost of a pass over drafts beyond one over a token, in such passes; 0 in a batch, which has several anyway."""
     cost = COSTS.get(torch.device(device).type, COSTS["cuda"])
     return cost.check(sum(p.numel() * p.element_size() for p in read_parameters(model))) if rows == 1 else 0.0
 
 
 def cost(draft: Any, target: Any, device: Any, layers: int | None = None) -> float:
-    """A token of a draft model, or of its first `layers`, in units of a target pass: by the weights that both read,
-    their layers, and what the host does for a draft."""
+    """Cost of a token of a draft model, or of its first `layers`, in passes of the target: weights, layers and host."""
     times = COSTS.get(torch.device(device).type, COSTS["cuda"])
     return (times.drafted + pass_ms(times, draft, layers)) / pass_ms(times, target)
 
@@ -189,13 +168,10 @@ def vocabulary(model: Any) -> int:
 
 
 def read_parameters(model: Any) -> list[nn.Parameter]:
-    """The parameters that one pass reads: all but the embedding, unless it is the LM head too, and but the encoder's. A
-    mixture of experts counts whole."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    parts = [model]
-    if model.config.is_encoder_decoder:
-        embedding = model.get_decoder().get_input_embeddings()
-        parts = [part for part in (model.get_decoder(), head) if part is not None]
+    """Parameters that a pass reads: no embedding that is not the LM head, no encoder, all of a mixture's experts."""
+    decoder = model.get_decoder() if model.config.is_encoder_decoder else model
+    embedding, head = decoder.get_input_embeddings(), model.get_output_embeddings()
+    parts = [part for part in (decoder, head) if part is not None]
     whole = {id(p): p for part in parts for p in part.parameters()}
     if head is None:  # a class of another's, which may tie it to the embedding
         return list(whole.values())
@@ -209,8 +185,7 @@ def read_weights(model: Any) -> int:
 
 
 def check_draft(draft: Any, target: Any) -> Any:
-    """The draft model, or the Pair of one with two tokenizers, if it can draft for the target; warns where it is no
-    smaller, and where the models' special tokens say that their tokenizers differ.
+    """The draft model, or the Pair of one with two tokenizers; warns where it is no smaller, or special tokens differ.
 
     Raises Unsupported for a model that cannot be decoded with, vocabularies that are not one, and another device.
     """
@@ -286,15 +261,13 @@ def check_draft(draft: Any, target: Any) -> Any:
 
 
 def _compare_tokens(draft: Any, target: Any) -> None:
-    """Warn where two models that are to share a tokenizer have no token in common for one role: their ids mean other
-    texts then."""
+    """Warn where two models that are to share a tokenizer have no token in common for one role."""
+    named = [(role, _ids(draft, role), _ids(target, role)) for role in ROLES]
     apart = [
-        (role, own, other)
-        for role in ROLES
-        if (own := _ids(draft, role)) and (other := _ids(target, role)) and not own & other
+        f"{role} {sorted(own)} and {sorted(other)}" for role, own, other in named if own and other and not own & other
     ]
     if apart:
-        differences = "; ".join(f"{role} {sorted(own)} and {sorted(other)}" for role, own, other in apart)
+        differences = "; ".join(apart)
         warnings.warn(
             f"the draft model and the target differ in special tokens ({differences}): if their tokenizers differ, "
             "drafts will not be accepted; give both with speculative=(draft_model, draft_tokenizer, tokenizer)",
@@ -304,10 +277,8 @@ def _compare_tokens(draft: Any, target: Any) -> None:
 
 def _ids(model: Any, role: str) -> set[int]:
     """Tokens that a model's configuration and generation configuration name as its `role`."""
-    named = [getattr(config, role, None) for config in (model.config.get_text_config(), model.generation_config)]
-    return {
-        index for each in named if each is not None for index in (each if isinstance(each, (list, tuple)) else [each])
-    }
+    configs = model.config.get_text_config(), model.generation_config
+    return {token for config in configs for token in listed(getattr(config, role, None))}
 
 
 def warn_if_refused(decoding: Any, stats: Stats) -> bool:
@@ -335,8 +306,7 @@ def _same_device(draft: Any, target: Any) -> None:
 def resolve_speculative(
     config: Speculative, resources: dict[str, Any], target: Any
 ) -> SpeculativeDecoding | TextDecoding:
-    """The decoding of a config. Raises Unsupported without a draft model, and for an early exit that the target has
-    not."""
+    """The decoding of a config. Raises Unsupported without a draft model, and for an early exit that cannot be."""
     if config.early_exit is None:
         draft = resources.get("speculative")
         if draft is None:
@@ -368,8 +338,7 @@ def resolve_speculative(
 
 @dataclass(frozen=True, slots=True)
 class MixedDecoding(Decoding):
-    """Decoding whose every token follows a deferral rule's mixture of the target's distribution and the draft
-    model's."""
+    """Decoding by a deferral rule's mixture of the target's distribution and the draft model's."""
 
     continuous: ClassVar[bool] = True
     config: Cascade
@@ -384,7 +353,7 @@ class MixedDecoding(Decoding):
 
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> MixedDrafter:
         config, more = self.config, self.config.gamma + 2
-        model = language_model(self.draft, None, rows=rows, capacity=capacity + more, tail=2, taps=None, ops=ops)
+        model = language_model(self.draft, None, rows=rows, capacity=capacity + more, tail=2, ops=ops)
         blend = partial(mixed, config.rule, config.alpha)
         return MixedDrafter(
             model, config.gamma, blend, vocab=vocabulary(self.target), draft_vocab=vocabulary(self.draft), ops=ops
@@ -409,9 +378,7 @@ class StagedDecoding(Decoding):
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> StagedDrafter:
         gamma = self.config.gamma
         more, tail = room(len(self.drafts), gamma)
-        models = [
-            language_model(draft, None, rows=rows, capacity=capacity + more, tail=tail, taps=None, ops=ops, drafts=True)
-            for draft in self.drafts
-        ]
+        size: dict[str, Any] = {"rows": rows, "capacity": capacity + more, "tail": tail}
+        models = [language_model(draft, None, **size, ops=ops, drafts=True) for draft in self.drafts]
         vocabs = [vocabulary(draft) for draft in self.drafts]
         return StagedDrafter(models, gamma, vocab=vocabulary(self.target), vocabs=vocabs, ops=ops, process=process)

@@ -28,8 +28,8 @@ AGREED = "limit", "keep_scores", "keep_logits", "measure", "answers", "rows"
 
 
 class Call:
-    """A planned call and its engine. The constructor raises Unsupported where the drafter cannot serve it, and
-    FastSpecError when memory has run out; `run` decodes. The call has `begun` at this second of `time.perf_counter`."""
+    """A planned call, begun at a second of `time.perf_counter`, and its engine; `run` decodes. The constructor raises
+    Unsupported where the drafter cannot serve it, and FastSpecError when memory has run out."""
 
     def __init__(self, plan: Plan, begun: float) -> None:
         self.begun = begun
@@ -76,17 +76,8 @@ def _agree(plan: Plan, ranks: Ranks) -> None:
     # what is whole in every process must round alike
     kernels = plan.ops.name, plan.ops.drafts_in
     tuned = sorted(map(repr, installed(name_of(plan.device)).items()))
-    ranks.check_arguments(
-        plan.text.ids,
-        plan.text.keep,
-        re.sub("0x[0-9a-f]+", "", repr(plan.decoding)),
-        kinds,
-        asked,
-        settings,
-        plan.session.profile is None,
-        kernels,
-        tuned,
-    )
+    decoding, profiled = re.sub("0x[0-9a-f]+", "", repr(plan.decoding)), plan.session.profile is None
+    ranks.check_arguments(plan.text.ids, plan.text.keep, decoding, kinds, asked, settings, profiled, kernels, tuned)
     if plan.processing.sample:
         ranks.share_random_numbers()
 

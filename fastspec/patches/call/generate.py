@@ -1,5 +1,4 @@
-"""The front door: `model.generate(..., assistant=...)`, and calls that a default assistant serves or leaves to
-transformers."""
+"""The front door: `model.generate(..., assistant=...)`, and calls that are left to transformers."""
 
 from __future__ import annotations
 
@@ -9,13 +8,10 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-from transformers.generation.logits_process import LogitsProcessorList
-
 from fastspec.errors import Unsupported
 from fastspec.patches.assistants.registry import chosen, resolve
 from fastspec.patches.call.call import Call
-from fastspec.patches.call.plan import Prepared, plan_call
+from fastspec.patches.call.plan import Prepared, custom_loop, plan_call
 from fastspec.patches.call.ranks import ranks_of, refuse_beside
 from fastspec.patches.call.refusals import refuse_arguments, refuse_overrides, refuse_plain_padding, refuse_prepared
 from fastspec.patches.call.shared_out import LocalCall, SynchronizedCall
@@ -38,8 +34,8 @@ def generate(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> A
 
     Everything else keeps its meaning. A call that names none has the one of its generation_config, of the model's, or
     of the patch, in this order; without any, and with None or "none", the original runs untouched. Raises Unsupported
-    for what cannot be combined with an assistant that the call names; where it is a default, the original runs and a
-    warning says why.
+    for what a named assistant cannot be combined with; where it is a default, the original runs and a warning says
+    why.
     """
     begun = time.perf_counter()
     session = session_of(self)
@@ -89,15 +85,14 @@ def generate(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> A
         with session.turn.taken(device_of(self)):
             decode = partial(_decode, session, decoding, given, named, step, begun)
             try:
-                return original(**{**own_stop_strings(self, given), "custom_generate": decode})
+                return original(**{**own_stop_strings(self, given), "custom_generate": custom_loop(decode)})
             finally:
                 if not session.captured:
                     drop_capturing_hooks(self)  # a model that has them cannot be pickled
 
 
 def _leave(model: Any, given: dict[str, Any], session: PatchSession, reason: Unsupported) -> None:
-    """Leave a call that a default assistant cannot serve to transformers, with a warning that says why. Raises
-    Unsupported for one that it would decode wrongly."""
+    """Leave a call to transformers, with a warning. Raises Unsupported for one that it would decode wrongly."""
     refuse_plain_padding(model, given)
     session.leave(reason)
 
@@ -110,12 +105,7 @@ def _decode(
     step: LocalCall,
     begun: float,
     model: Any,
-    input_ids: Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: Any,
-    generation_config: Any,
-    streamer: Any = None,
-    **model_kwargs: Any,
+    made: Prepared,
 ) -> Any:
     """Function that `generate` calls in place of its own loop, with what it has made of its arguments."""
     # here and not before: a streamer was given the prompt, and a subclass may have prepared the model in its own way
@@ -124,9 +114,8 @@ def _decode(
     if session.pack(model, mode, ops):
         mode = session.mode(model)  # where the weights lie now is in the key of the call's engine
     session.tell_mode(mode)
-    made = Prepared(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
     try:
-        refuse_prepared(generation_config, model_kwargs, model.config.is_encoder_decoder)
+        refuse_prepared(made.config, made.inputs, model.config.is_encoder_decoder)
         call = Call(plan_call(model, session, decoding, given, made, mode, ops), begun)
         refused = None
     except Unsupported as reason:
@@ -153,8 +142,7 @@ _turned_off: ContextVar[bool] = ContextVar("_turned_off", default=False)
 
 
 def generate_batch(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> Any:
-    """transformers' continuous batching, which takes no assistant: it would swallow the argument. Raises Unsupported
-    for one; None and "none" turn a default off, without a warning."""
+    """transformers' continuous batching. Raises Unsupported for an assistant; None and "none" turn a default off."""
     if assistant not in (ABSENT, None, "none"):
         raise Unsupported(f"generate_batch takes no assistant=: {INSTEAD}")
     off = _turned_off.set(assistant is not ABSENT)
@@ -165,8 +153,7 @@ def generate_batch(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any
 
 
 def init_continuous_batching(self: Any, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Beginning of all of transformers' continuous batching. Raises Unsupported for an assistant in the call's own
-    generation_config; a default is left out with a warning."""
+    """Begin transformers' batching. Raises Unsupported for the call's own assistant; leaves a default out."""
     session, own = session_of(self), self.generation_config
     call = None if generation_config is own else generation_config
     assistant, named = chosen(call, own, None if session is None else session.default)
@@ -186,8 +173,7 @@ def _original(model: Any, name: str) -> Any:
 
 
 def _checked(model: Any, session: PatchSession, assistant: Any, given: dict[str, Any]) -> Any:
-    """The decoding of a call. Raises Unsupported, before anything runs, for what its arguments and the model's state
-    rule out."""
+    """The decoding of a call. Raises Unsupported for what its arguments and the model's state rule out."""
     decoding = assistant if isinstance(assistant, AdaptiveCascade) else resolve(assistant, session.resources, model)
     refuse_overrides(model)
     session.turn.refuse_nested()

@@ -1,5 +1,4 @@
-"""Grammars that answers are held to: a JSON schema, a regular expression, a choice of texts or an EBNF, compiled and
-matched by llguidance."""
+"""Grammars of answers: a JSON schema, a regular expression, a choice of texts or an EBNF, matched by llguidance."""
 
 from __future__ import annotations
 
@@ -29,17 +28,15 @@ class Grammar(LogitsProcessor):  # type: ignore[misc]
         grammar = fastspec.Grammar(tokenizer, json_schema={"type": "object", ...})
         model.generate(**inputs, assistant="eagle3", logits_processor=[grammar])
 
-    One of four says what an answer may be: `json_schema`, a schema as a dict or its JSON text; `regex`, a regular
-    expression that all of it matches; `choice`, a list of texts; `ebnf`, a grammar in GBNF (`root ::= ...`) or Lark
-    (`start: ...`). The end token comes where the grammar allows the answer to end, and is the only one left where
-    nothing may follow. `end_tokens` are the token or tokens that end an answer (None: the tokenizer's).
+    One of four says what an answer may be: `json_schema`, a dict or its JSON text; `regex`, which all of it matches;
+    `choice`, a list of texts; `ebnf`, a grammar in GBNF (`root ::= ...`) or Lark (`start: ...`). An end token, one of
+    `end_tokens` (None: the tokenizer's), comes where the answer may end, and is the only one left where nothing may
+    follow.
 
     With an assistant every call begins anew, whichever threads share the grammar. Plain decoding tells a processor of
-    no call's start: there a call goes on in the grammar whose prompt is the text of the thread's last call with one
-    token more.
+    no call's start: there a call goes on whose prompt is the text of the thread's last call with one token more.
 
-    Raises Unsupported for a grammar that llguidance cannot compile, for a tokenizer that it cannot read, and where it
-    is not installed.
+    Raises Unsupported for a grammar that llguidance cannot compile, a tokenizer that it cannot read, and without it.
     """
 
     def __init__(
@@ -120,9 +117,8 @@ class GrammarOfCall(LogitsProcessor):  # type: ignore[misc]
         return self.states[row]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores [R, V] with -inf at what may not follow input_ids [R, T]. A row that has left the grammar, as one does
-        that a stopping criterion ended and that is padded, keeps its scores. Raises NoDistribution where other
-        processors have left nothing that the grammar allows."""
+        """Scores [R, V] with -inf at what may not follow input_ids [R, T]; a row that has left the grammar, ended and
+        padded, keeps its scores. Raises NoDistribution where nothing is left of what the grammar allows."""
         answers = input_ids[:, self.length :].tolist()
         states = [self.state(row) for row in self.rows]
         texts = zip(states, answers, strict=True)
@@ -146,8 +142,7 @@ class GrammarState:
         """Tokens that the matcher stands behind."""
 
     def follows(self, answer: list[int]) -> bool:
-        """Roll the matcher to the end of an answer -> whether the grammar allows it; what comes after its end counts
-        for nothing."""
+        """Roll the matcher to the end of an answer -> True where the grammar allows it, up to its end."""
         taken, count = self.taken, 0
         if answer[: len(taken)] == taken:
             count = len(taken)
@@ -172,8 +167,7 @@ class GrammarState:
             raise Unsupported(f"the grammar does not allow token {answer[len(self.taken)]} of this answer")
 
     def allows(self, answer: list[int], token: int) -> bool:
-        """True where a token may follow an answer, which the grammar has to allow; False also for the end token behind
-        an answer that nothing else may follow."""
+        """True where a token may follow an answer that the grammar allows; False for the end token behind its end."""
         self.follow(answer)
         return token < self.grammar.size and self.matcher.validate_tokens([token]) == 1
 

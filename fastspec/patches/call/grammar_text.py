@@ -1,5 +1,4 @@
-"""Grammars in llguidance's language, and a check of one in a process that ends with it. It imports neither torch nor
-transformers."""
+"""Grammars in llguidance's language, and a check of one in a process of its own, without torch and transformers."""
 
 from __future__ import annotations
 
@@ -57,8 +56,8 @@ def refusal(form: str, error: str) -> Unsupported:
 
 
 def check(form: str, value: Any) -> None:
-    """Compile a grammar in another process, which is ended where that takes too long or too much memory: the library
-    has bounds, and there are grammars that get past them. Raises Unsupported for one that cannot be compiled."""
+    """Compile a grammar in another process, which is ended where that takes too long or too much memory: some get past
+    the library's own bounds. Raises Unsupported for one that cannot be compiled."""
     library()
     command, given = [sys.executable, "-c", CHECK], json.dumps([form, value]).encode()
     paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}

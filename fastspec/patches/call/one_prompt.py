@@ -1,10 +1,8 @@
-"""One prompt by itself, as transformers' own `generate` prepares it for an open batch, and a cache of what it made of
-settings.
+"""One prompt as transformers' own `generate` prepares it for an open batch, and a cache of what it made of settings.
 
-A server hands an open batch many prompts a second, nearly all with the settings of earlier ones, and preparing one
-takes `generate` milliseconds of Python. What it makes of settings is kept where nothing of it depends on the prompt but
-the length: no processors, or temperature, top-k, top-p and min-p, behind a grammar or not, and no criteria but the
-length and end tokens. Anything else goes through `generate` each time.
+Preparing one takes `generate` milliseconds of Python, and a server hands over many a second, nearly all with known
+settings. Kept is what depends on nothing of the prompt but the length: no processors but temperature, top-k, top-p,
+min-p and a grammar, no criteria but length and end tokens. All else goes through `generate` each time.
 """
 
 from __future__ import annotations
@@ -31,6 +29,7 @@ from fastspec.generation.engine.open_batch import Rule
 from fastspec.generation.tree import DraftTree
 from fastspec.generation.verify import drawn_seed, measure, top_logprobs
 from fastspec.patches.call.grammar import Grammar, GrammarState
+from fastspec.patches.call.plan import Prepared, custom_loop
 from fastspec.patches.call.processors import (
     FILTERS,
     Ending,
@@ -58,19 +57,20 @@ from fastspec.patches.hf.limits import dropped_spans, position_rows
 
 KEPT = 16
 GIVEN = frozenset({"input_ids", "generation_config", "attention_mask", "streamer", "tokenizer", "logits_processor"})
-"""Arguments of `generate` that settings are kept beside; the tokenizer is read for stop strings alone, and of
-processors a grammar is taken."""
+"""Arguments of `generate` that settings are kept beside; of processors a grammar is taken."""
 METHODS = {
     name: getattr(GenerationMixin, name)
     for name, value in vars(GenerationMixin).items()
     if name[0] == "_" and name[1] != "_" and isinstance(value, (FunctionType, staticmethod))
 }
-"""What `generate` prepares a call by. One of someone else's, or of a family's own, may look at the prompt: nothing is
-kept there."""
-MADE_OF = {
-    kind: (vars(kind).get("__init__"), vars(kind).get("__call__"))
-    for kind in (*FILTERS.values(), MaxLengthCriteria, EosTokenCriteria)
-}
+"""Methods that `generate` prepares a call by; with someone else's, or a family's own, nothing is kept."""
+
+
+def _works_by(kind: Any) -> tuple[Any, Any]:
+    return vars(kind).get("__init__"), vars(kind).get("__call__")
+
+
+MADE_OF = {kind: _works_by(kind) for kind in (*FILTERS.values(), MaxLengthCriteria, EosTokenCriteria)}
 """The processors and criteria that are made of settings, which `generate` finds by their names, and how they work."""
 
 REFUSED_PROCESSORS: dict[str, tuple[Any, str]] = {
@@ -84,8 +84,8 @@ REFUSED_PROCESSORS: dict[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class PreparedSettings:
-    """Settings as `generate` prepared them: end tokens, and the rule by which tokens are chosen, whose seed and grammar
-    are each prompt's own; `positions` counts those that the model has, None where it has any."""
+    """Settings as `generate` prepared them: end tokens, and the rule by which tokens are chosen, but for a prompt's
+    seed and grammar; `positions` counts those of the model, None for any number."""
 
     asked: str
     ends: frozenset[int]
@@ -94,25 +94,19 @@ class PreparedSettings:
 
 
 class SettingsCache:
-    """Cache: a call's settings -> the end tokens, processors and criteria that `generate` made of them; the last KEPT
-    ones."""
+    """Cache: a call's settings -> what `generate` made of them; the last KEPT ones."""
 
     def __init__(self) -> None:
         self.known: deque[PreparedSettings] = deque(maxlen=KEPT)
 
     def find(self, model: Any, original: Any, given: dict[str, Any]) -> PreparedSettings | None:
-        """Settings of a call as they were read, whose prompt is one row of tokens on the CPU, none of them
-        padding; or None."""
+        """Settings of a call that are known, whose prompt is one row of tokens on the CPU without padding; or None."""
+        ids: Any
+        mask: Any
         ids, mask = given.get("input_ids"), given.get("attention_mask")
-        if (
-            not isinstance(ids, Tensor)
-            or ids.device.type != "cpu"
-            or ids.dtype != torch.long
-            or ids.dim() != 2
-            or len(ids) != 1
-        ):
+        if not all(isinstance(each, Tensor) and each.device.type == "cpu" for each in (ids, mask)):
             return None
-        if not isinstance(mask, Tensor) or mask.device.type != "cpu" or mask.shape != ids.shape or not bool(mask.all()):
+        if ids.dtype != torch.long or ids.dim() != 2 or len(ids) != 1 or mask.shape != ids.shape or not mask.all():
             return None
         asked = settings_of(model, original, given)
         for each in tuple(self.known):
@@ -127,25 +121,18 @@ class SettingsCache:
 
 
 def settings_of(model: Any, original: Any, given: dict[str, Any]) -> str | None:
-    """Key of a call's settings, as text, the length of the answer left out; None for a call whose settings are
-    not kept."""
+    """Key of a call's settings without the answer's length, as text; None for a call whose are not kept."""
     config: Any = given.get("generation_config")
-    if (
-        type(config) is not GenerationConfig
-        or type(model.generation_config) is not GenerationConfig
-        or not given.keys() <= GIVEN
-    ):
+    configs = config, model.generation_config
+    if any(type(each) is not GenerationConfig for each in configs) or not given.keys() <= GIVEN:
         return None
     processors = given.get("logits_processor") or ()
     if not isinstance(processors, (list, tuple)) or [type(each) for each in processors] not in ([], [Grammar]):
         return None
     if type(config.max_new_tokens) is not int or config.max_new_tokens < 1 or not _is_transformers_own(model, original):
         return None
-    asked = (
-        {name: value for name, value in vars(config).items() if name != "max_new_tokens"},
-        vars(model.generation_config),
-        len(processors),
-    )
+    settings = {name: value for name, value in vars(config).items() if name != "max_new_tokens"}
+    asked = settings, vars(model.generation_config), len(processors)
     return repr(asked) if _is_text(asked) else None
 
 
@@ -155,11 +142,7 @@ def _is_transformers_own(model: Any, original: Any) -> bool:
     return (
         getattr(original, "__func__", None) is GenerationMixin.generate
         and all(getattr(kind, name, None) is value and name not in own for name, value in METHODS.items())
-        and all(
-            getattr(plain, made.__name__, None) is made
-            and (vars(made).get("__init__"), vars(made).get("__call__")) == how
-            for made, how in MADE_OF.items()
-        )
+        and all(getattr(plain, kind.__name__, None) is kind and _works_by(kind) == how for kind, how in MADE_OF.items())
     )
 
 
@@ -181,9 +164,9 @@ log = logging.getLogger("fastspec")
 
 
 class AnswerFuture(Future[Tensor]):
-    """Future of the answer to a prompt, what `generate` returns for it: [1, T + new tokens] int64. `cached_tokens` of
-    the prompt were not read, once the answer has begun: a row had read them for another. `gone` is `cancelled()`
-    without a lock, which rounds ask of every row."""
+    """Future of the answer to a prompt: what `generate` returns, [1, T + new tokens] int64. `cached_tokens` of the
+    prompt were not read, since a row had read them for another; `gone` is `cancelled()` without a lock, for every
+    round."""
 
     cached_tokens = 0
     gone = False
@@ -210,10 +193,9 @@ class AnswerMeasures:
 
 
 class PreparedPrompt:
-    """A prompt with its settings, and the `future` of its answer.
+    """A prompt with its settings, and the `future` of its answer: a `fastspec.generation.engine.open_batch.Prompt`.
 
-    `shown` [1, T] is the prompt as it was given, padding included, and `ids` without; `ending` has criteria besides
-    length and end tokens. It is a `fastspec.generation.engine.open_batch.Prompt`.
+    `shown` [1, T] is the prompt with padding, `ids` without; `ending` has criteria besides length and end tokens.
     """
 
     def __init__(
@@ -268,8 +250,8 @@ class PreparedPrompt:
         self._observed = drafted, logits, tree
 
     def emit(self, tokens: list[int], accepted: int, done: bool) -> None:
-        """Hand a round's tokens to the streamer, unless it has failed. What it raises ends the prompt between two turns
-        of the rounds: this process alone has the streamer, and others may run the same rounds."""
+        """Hand a round's tokens to the streamer. What it raises ends the prompt between two turns: other processes may
+        run the same rounds, and this one alone has the streamer."""
         drafted, logits, tree = self._observed
         if self.measured is not None:
             assert logits is not None
@@ -287,8 +269,7 @@ class PreparedPrompt:
             self.failed = error
 
     def finish(self, tokens: list[int], error: BaseException | None) -> None:
-        """Tell the streamer, and whoever waits for the answer. Where it was cancelled the streamer is told that there
-        is no more of it, and nobody else is there whom its errors could be told."""
+        """Tell the streamer, and who waits for the answer; of a cancelled prompt the streamer alone."""
         cancelled = not self.future.set_running_or_notify_cancel()  # and cannot be any more
         error = self.failed or error
         try:
@@ -313,16 +294,10 @@ class PreparedPrompt:
 
 
 def _made(
-    streamer: Any,
-    seed: int | None,
-    ids: Tensor,
-    keep: Tensor,
-    processors: LogitsProcessorList,
-    criteria: Any,
-    config: Any,
-    agreed: Callable[[Any], Any] | None,
+    streamer: Any, seed: int | None, keep: Tensor, made: Prepared, agreed: Callable[[Any], Any] | None
 ) -> PreparedPrompt:
     """A prompt of what `generate` has prepared."""
+    ids, processors, criteria, config, _ = made
     if len(ids) != 1:
         raise Unsupported(f"a prompt of an open batch is one row, and this call has {len(ids)}: submit them one by one")
     if config.return_dict_in_generate:
@@ -339,20 +314,11 @@ def _made(
     history = None if read.process_at is None else ids[0]
     constraint = None if read.grammar is None else read.grammar.state(0)
     rule = Rule(sample, _seed(sample, seed), read.settings, read.process, read.process_at, history, constraint)
-    return PreparedPrompt(
-        ids,
-        compact(ids, keep)[0],
-        ending.limit,
-        ending.ends,
-        rule,
-        streamer,
-        ending,
-    )
+    return PreparedPrompt(ids, compact(ids, keep)[0], ending.limit, ending.ends, rule, streamer, ending)
 
 
 def _refuse_processors(model: Any, given: dict[str, Any]) -> None:
-    """Refuse settings whose processors an open batch does not take before transformers makes these: one of them makes
-    as many copies of the prompt as its setting says."""
+    """Refuse settings before transformers makes their processors, one of which copies the prompt many times."""
     own = model.generation_config
     for name, (neutral, processor) in REFUSED_PROCESSORS.items():
         value = setting(name, given, own)
@@ -378,8 +344,7 @@ def _again(settled: PreparedSettings, given: dict[str, Any], seed: int | None) -
 
 
 def _check_tokens(model: Any, ids: Tensor) -> None:
-    """Raise ValueError for tokens that the model has no embedding of, as far as that can be known: on CUDA these end
-    the whole process."""
+    """Raise ValueError for tokens without an embedding, where that is known: on CUDA these end the whole process."""
     size = getattr(model.get_input_embeddings(), "num_embeddings", None)
     if size is None or not ids.numel():
         return
@@ -398,9 +363,8 @@ def prepare(
     known: SettingsCache | None = None,
     agreed: Callable[[Any], Any] | None = None,
 ) -> PreparedPrompt:
-    """A prompt from the arguments of `generate` by name, `original` being the model's own, which prepares it and does
-    not decode; where its settings are `known`, the prompt stays where it is, and is to be moved. `agreed` makes
-    criteria that look at a clock those of several processes (`Ranks.agreed`).
+    """A prompt from the arguments of `generate` by name; `original`, the model's own, prepares it and does not decode.
+    Where its settings are `known` the prompt stays where it is, and is to be moved. `agreed` is `Ranks.agreed`.
 
     Raises Unsupported for what an open batch does not decode, and ValueError as transformers does, and for tokens that
     the model has not.
@@ -422,41 +386,34 @@ def prepare(
     _refuse_processors(model, given)
     told, mask = given.get("streamer"), given.get("attention_mask")  # a custom loop is not handed the streamer
 
-    def custom(
-        model: Any,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: Any,
-        generation_config: Any,
-        streamer: Any = None,
-        **model_kwargs: Any,
-    ) -> PreparedPrompt:
-        refuse_prepared(generation_config, model_kwargs)
-        inputs = besides_tokens(model_kwargs)
+    def read(model: Any, made: Prepared) -> PreparedPrompt:
+        refuse_prepared(made.config, made.inputs)
+        inputs = besides_tokens(made.inputs)
         if inputs:
             raise Unsupported(
                 f"an open batch takes prompts of tokens alone, without {', '.join(sorted(inputs))}: ask generate"
             )
-        ids = input_ids.to(device, copy=True)
-        keep = real_tokens(model, ids, mask, generation_config, 0)
+        made = made._replace(ids=made.ids.to(device, copy=True))
+        ids, config = made.ids, made.config
+        keep = real_tokens(model, ids, mask, config, 0)
         refuse_prompts(model, ids, keep, 0)
         _check_tokens(model, ids[keep])
-        shift = position_shift(model, ids, keep, model_kwargs)
+        shift = position_shift(model, ids, keep, made.inputs)
         if shift is not None and bool(shift.any()):
             raise Unsupported(
                 f"{type(model).__name__} does not count positions from 0, as an open batch does: ask generate"
             )
-        single = _made(told, seed, ids, keep, logits_processor, stopping_criteria, generation_config, agreed)
+        single = _made(told, seed, keep, made, agreed)
         dropped = dropped_spans(model)
         refuse_holes(model, keep, 0, single.limit, dropped)
-        refuse_seen_padding(model, keep, 0, None, generation_config)
-        refuse_dropped(model, None, 0, generation_config, dropped)
-        rule = single.rule
+        refuse_seen_padding(model, keep, 0, None, config)
+        refuse_dropped(model, None, 0, config, dropped)
         fits = asked is not None and given["generation_config"].max_new_tokens == single.limit
-        if known is not None and asked is not None and fits and settles(logits_processor, stopping_criteria):
-            known.keep(PreparedSettings(asked, single.ends, replace(rule, constraint=None), position_rows(model)))
+        if known is not None and asked is not None and fits and settles(made.processors, made.criteria):
+            rule = replace(single.rule, constraint=None)
+            known.keep(PreparedSettings(asked, single.ends, rule, position_rows(model)))
         return single
 
-    made = original(**{**own_stop_strings(model, given), "custom_generate": custom})
-    assert isinstance(made, PreparedPrompt)
-    return made
+    single = original(**{**own_stop_strings(model, given), "custom_generate": custom_loop(read)})
+    assert isinstance(single, PreparedPrompt)
+    return single

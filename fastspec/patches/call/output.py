@@ -1,5 +1,4 @@
-"""An Outcome as transformers' own output: sequences, scores, logits and the cache, those of rows that ended early
-included."""
+"""An Outcome as transformers' own output: sequences, scores, logits and the cache, of rows that ended early too."""
 
 from __future__ import annotations
 
@@ -14,6 +13,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 from fastspec.generation.engine.call import Outcome
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.call.plan import Plan
+from fastspec.patches.call.processors import process_rows
 from fastspec.patches.hf.cache import CACHE, export_span, fill_cache, import_past, note_padding
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.seq2seq import Seq2SeqModel
@@ -55,8 +55,8 @@ def output_of(plan: Plan, outcome: Outcome, target: HFModel) -> Any:
 
 
 def _stand(plan: Plan, target: HFModel, tokens: list[list[int]]) -> None:
-    """Let every row stand behind its own new tokens, but for the last: its last round may have gone on behind its end.
-    Where a state cannot be taken back, the rows read their texts once more."""
+    """Let every row stand behind its own new tokens but the last, which its last round may have gone beyond; where a
+    state cannot be taken back, the rows read their texts once more."""
     text = plan.text
     first = text.past_keep.sum(1)
     wanted = first + plan.request.counts + torch.tensor([len(row) for row in tokens], device=first.device) - 1
@@ -65,10 +65,8 @@ def _stand(plan: Plan, target: HFModel, tokens: list[list[int]]) -> None:
     elif not torch.equal(target.lengths, wanted):
         real = text.new_keep
         ids = text.ids[:, -real.shape[1] :]
-        texts = [
-            torch.cat((row[shown], row.new_tensor(more[:-1])))
-            for row, shown, more in zip(ids, real, tokens, strict=True)
-        ]
+        rows = zip(ids, real, tokens, strict=True)
+        texts = [torch.cat((row[shown], row.new_tensor(more[:-1]))) for row, shown, more in rows]
         target.open(int(wanted.max()))
         if text.shift is not None:
             target.move(text.shift)
@@ -82,8 +80,8 @@ def _stand(plan: Plan, target: HFModel, tokens: list[list[int]]) -> None:
 
 
 def _add_padding(plan: Plan, outcome: Outcome, target: HFModel, longest: int) -> None:
-    """Let rows that ended early read padding up to the longest, as plain decoding does: it leaves keys and values of
-    it, which a mask of ones over the next turn shows, and scores and logits."""
+    """Let rows that ended early read padding up to the longest, as plain decoding does: its keys and values, scores and
+    logits are returned, and a mask of ones over the next turn shows them."""
     logits = _read_padding(target, outcome.tokens, longest, plan.pad)
     ids, padding = plan.text.ids, [plan.pad] * longest
     rows = [row for row, read in enumerate(logits) if len(read)]
@@ -93,17 +91,16 @@ def _add_padding(plan: Plan, outcome: Outcome, target: HFModel, longest: int) ->
     for step in range(longest) if plan.config.output_scores else ():
         here = [row for row in rows if len(outcome.tokens[row]) <= step]
         if here:
-            texts = torch.stack(
-                [torch.cat((ids[row], ids.new_tensor((outcome.tokens[row] + padding)[:step]))) for row in here]
-            )
+            answers = ids.new_tensor([(outcome.tokens[row] + padding)[:step] for row in here])
+            texts = torch.cat((ids[here], answers), 1)
             raw = torch.stack([logits[row][step - len(outcome.tokens[row])] for row in here])
-            for row, scores in zip(here, plan.processing.process_rows(here, texts, raw), strict=True):
+            scored = process_rows(plan.processing.processors, here, texts, raw)
+            for row, scores in zip(here, scored, strict=True):
                 outcome.scores[row].append(scores)
 
 
 def _read_padding(target: HFModel, tokens: list[list[int]], longest: int, pad: int) -> list[Tensor]:
-    """Commit every row's last token and then padding, until it has as many tokens as the longest -> per row the raw
-    logits [n, V] fp32 of the tokens that it lacks."""
+    """Commit every row's last token and padding, up to the longest -> per row raw logits [n, V] fp32 of these."""
     need, device, done = [longest - len(row) for row in tokens], target.lengths.device, 0
     read: list[list[Tensor]] = [[] for _ in tokens]
     while done < max(need):
@@ -121,7 +118,6 @@ def _read_padding(target: HFModel, tokens: list[list[int]], longest: int, pad: i
 
 
 def _columns(rows: list[list[Tensor]], longest: int) -> tuple[Tensor, ...]:
-    """Per-row lists of [V] -> one [B, V] per step. With ContinuousBatch a row that has ended is filled with zeros:
-    another prompt has its place in the batch."""
+    """Per-row lists of [V] -> one [B, V] per step; zeros for a row that has ended (ContinuousBatch)."""
     blank = torch.zeros_like(rows[0][0])
     return tuple(torch.stack([row[step] if step < len(row) else blank for row in rows]) for step in range(longest))

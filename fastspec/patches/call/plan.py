@@ -1,10 +1,9 @@
-"""Plan of one assisted call: the settings that transformers prepared, made once and read by the engine, the rounds and
-the output."""
+"""Plan of one assisted call: what transformers prepared, read by the engine, the rounds and the output."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -86,8 +85,7 @@ class Text:
         return self.keep[:, self.past_length :]
 
     def context(self, decoding: Decoding) -> tuple[Tensor, Tensor] | None:
-        """The tokens that a drafter without a model reads before the first new one, where they are more than the
-        prompt."""
+        """Tokens that a drafter without a model reads first, where they are more than the prompt."""
         if self.source is not None:
             return None if decoding.reads_source else self.source.text(self.ids)
         return compact(self.ids, self.keep) if self.past_length and self.ids.shape == self.keep.shape else None
@@ -143,6 +141,23 @@ class Prepared(NamedTuple):
     inputs: dict[str, Any]
 
 
+def custom_loop(run: Callable[[Any, Prepared], Any]) -> Callable[..., Any]:
+    """Value of `custom_generate` by which `generate` hands `run` the model and what it has prepared, not a streamer."""
+
+    def loop(
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: Any,
+        generation_config: Any,
+        streamer: Any = None,
+        **inputs: Any,
+    ) -> Any:
+        return run(model, Prepared(input_ids, logits_processor, stopping_criteria, generation_config, inputs))
+
+    return loop
+
+
 def plan_call(
     model: Any,
     session: PatchSession,
@@ -152,12 +167,10 @@ def plan_call(
     mode: Mode,
     ops: Ops,
 ) -> Plan:
-    """The plan of a call; `given` holds the user's own arguments by name, `mode` and `ops` say how the model runs in
-    this turn. Raises Unsupported for what cannot be combined."""
-    ids, processors, criteria, config, model_kwargs = made
+    """The plan of a call, `given` by the user's arguments. Raises Unsupported for what cannot be combined."""
+    ids, processors, criteria, config, _ = made
     asked = assistant if isinstance(assistant, Continued) else Continued(assistant)
-    device, ranks = device_of(model), ranks_of(model)
-    text = _read_text(model, given, ids.to(device), config, model_kwargs, asked.rows is not None, mode)
+    ranks, text = ranks_of(model), _read_text(model, given, made, asked.rows is not None, mode)
     decoding: Decoding = asked.decoding if text.source is None else asked.decoding.reading(text.source)
     shown = text.keep.cpu()  # once: each look at the device's own would wait for it
     refuse_prompts(model, text.ids, shown, text.past_length)
@@ -189,7 +202,8 @@ def plan_call(
     wanted = bool(config.return_dict_in_generate) and steps is None
     scored = bool(wanted and config.output_scores)
     processing = read_processors(processors, text.ids, bool(config.do_sample), scored=scored)
-    processing = processing if steps is None else processing.in_lockstep(mixes=mixes)
+    if steps is not None:  # which apply them; drafts are not drawn, but a mixture processes both distributions
+        processing = replace(processing, process=processing.process if mixes else None, process_at=None)
     pad = int(padding) if (padding := getattr(config, "_pad_token_tensor", None)) is not None else 0
     streaming = Streaming(streamer, len(prompts), pad) if streamer is not None else None
     emits = streaming is not None and (steps is None or steps.streamer is None)
@@ -235,15 +249,8 @@ def plan_call(
     )
 
 
-def _read_text(
-    model: Any,
-    given: dict[str, Any],
-    ids: Tensor,
-    config: Any,
-    model_kwargs: dict[str, Any],
-    continuous: bool,
-    mode: Mode,
-) -> Text:
+def _read_text(model: Any, given: dict[str, Any], made: Prepared, continuous: bool, mode: Mode) -> Text:
+    ids, config, model_kwargs = made.ids.to(device_of(model)), made.config, made.inputs
     cache, layers = model_kwargs.get(CACHE), model.config.get_text_config().num_hidden_layers
     handed_in = given_cache(given) is not None  # the cache is the user's own, to be filled in place
     if handed_in and not model.config.is_encoder_decoder:
@@ -279,8 +286,7 @@ def _read_text(
 def _refuse_padding(
     model: Any, text: Text, keep: Tensor, config: Any, limit: int, dropped: tuple[Span | None, ...], decoding: Decoding
 ) -> None:
-    """Raise Unsupported for padding under which plain decoding sees other tokens than it would without; `keep` is the
-    text's, on the host."""
+    """Raise Unsupported for padding that changes what plain decoding sees; `keep` is on the host."""
     if text.source is None:
         past = text.past_length if text.own is None else keep.shape[1]
         refuse_holes(model, keep, past, limit, dropped)
@@ -292,8 +298,7 @@ def _refuse_padding(
 
 
 def _is_bounded(model: Any, text: Text, config: Any) -> bool:
-    """True where nobody will see what a layer with a window has dropped: the cache that the call hands back keeps no
-    more either."""
+    """True where nobody sees what windows have dropped: the cache that is handed back keeps no more either."""
     if text.cache is None or not (text.handed_in or config.return_dict_in_generate):
         return True
     spans = layer_spans(model)

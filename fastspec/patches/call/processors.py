@@ -1,5 +1,4 @@
-"""Processors, stopping criteria and streamers of transformers, as the loop wants them, and one step of its own
-`generate`."""
+"""Processors, stopping criteria and streamers of transformers, as the loop wants them, and its own step."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -34,20 +33,17 @@ UNLIMITED = 2**62
 """Tokens of an answer that may be of any length."""
 # Processors that map every row of scores on its own and never look at the tokens so far: safe to run on all nodes at
 # once.
-BLIND = tuple(
-    getattr(lp, name)
-    for name in (
-        "TemperatureLogitsWarper",
-        "TopKLogitsWarper",
-        "TopPLogitsWarper",
-        "MinPLogitsWarper",
-        "TypicalLogitsWarper",
-        "EpsilonLogitsWarper",
-        "EtaLogitsWarper",
-        "LogitNormalization",
-        "InfNanRemoveLogitsProcessor",
-        "SuppressTokensLogitsProcessor",
-    )
+BLIND = (
+    lp.TemperatureLogitsWarper,
+    lp.TopKLogitsWarper,
+    lp.TopPLogitsWarper,
+    lp.MinPLogitsWarper,
+    lp.TypicalLogitsWarper,
+    lp.EpsilonLogitsWarper,
+    lp.EtaLogitsWarper,
+    lp.LogitNormalization,
+    lp.InfNanRemoveLogitsProcessor,
+    lp.SuppressTokensLogitsProcessor,
 )
 
 
@@ -56,8 +52,7 @@ CAPTURABLE = tuple(kind for kind in BLIND if kind is not lp.EtaLogitsWarper)
 
 
 class TokenPenalties(lp.LogitsProcessor):
-    """Processor of OpenAI's penalties: the score of a token that came c times behind the first `prompt_length` tokens
-    becomes s - frequency * c - presence * [c > 0]."""
+    """OpenAI's penalties: the score of a token that came c times becomes s - frequency * c - presence * [c > 0]."""
 
     def __init__(self, frequency: float, presence: float, prompt_length: int) -> None:
         self.frequency, self.presence, self.prompt_length = frequency, presence, prompt_length
@@ -73,21 +68,16 @@ class TokenPenalties(lp.LogitsProcessor):
 ROWWISE = (
     *BLIND,
     TokenPenalties,
-    *(
-        getattr(lp, name)
-        for name in (
-            "RepetitionPenaltyLogitsProcessor",
-            "NoRepeatNGramLogitsProcessor",
-            "NoBadWordsLogitsProcessor",
-            "SequenceBiasLogitsProcessor",
-            "MinLengthLogitsProcessor",
-            "MinNewTokensLengthLogitsProcessor",
-            "ForcedBOSTokenLogitsProcessor",
-            "ForcedEOSTokenLogitsProcessor",
-            "SuppressTokensAtBeginLogitsProcessor",
-            "ExponentialDecayLengthPenalty",
-        )
-    ),
+    lp.RepetitionPenaltyLogitsProcessor,
+    lp.NoRepeatNGramLogitsProcessor,
+    lp.NoBadWordsLogitsProcessor,
+    lp.SequenceBiasLogitsProcessor,
+    lp.MinLengthLogitsProcessor,
+    lp.MinNewTokensLengthLogitsProcessor,
+    lp.ForcedBOSTokenLogitsProcessor,
+    lp.ForcedEOSTokenLogitsProcessor,
+    lp.SuppressTokensAtBeginLogitsProcessor,
+    lp.ExponentialDecayLengthPenalty,
     Grammar,
     GrammarOfCall,
 )
@@ -98,8 +88,7 @@ CRITERIA = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria, MaxTimeCrit
 
 
 def of_rows(processor: Any, rows: list[int]) -> Any:
-    """The processor for these rows of the batch: a repetition penalty knows how much padding to leave out of each
-    row, a grammar where each row's answer stands."""
+    """The processor for these rows: a repetition penalty knows each row's padding, a grammar where its answer is."""
     if isinstance(processor, GrammarOfCall):
         return processor.of_rows(rows)
     ignored = getattr(processor, "prompt_ignore_length", None)
@@ -117,9 +106,8 @@ LEAST_TEMPERATURE = 1e-30
 def make_processors(
     processors: lp.LogitsProcessorList, ids: Tensor
 ) -> tuple[Callable[[Tensor], Tensor] | None, RowProcessor | None]:
-    """Processors of known types in one of two forms: over rows [R, V] at once where none looks at the history, else
-    over some rows with their prefixes; neither where there is none, or one of another type. Raises Unsupported for a
-    temperature by which scores may overflow; plain decoding raises where they do."""
+    """Processors of known types over rows [R, V] at once where none looks at the history, else over rows with their
+    prefixes; neither without any, or for another type. Raises Unsupported for a temperature that scores overflow by."""
     if temperature_of(processors) < LEAST_TEMPERATURE:
         raise Unsupported(
             f"temperature={temperature_of(processors)} is too near 0 to sample at: do_sample=False is greedy"
@@ -132,8 +120,7 @@ def make_processors(
 
 
 def _over_any(processors: lp.LogitsProcessorList, ids: Tensor) -> Callable[[Tensor], Tensor]:
-    """Processors over scores [R, V] of any nodes. The one that raises an error over NaN and +inf is not shown rows with
-    these: a draft that is not accepted may have them, and who draws from one is told."""
+    """Processors over scores [R, V] of any nodes; one that raises over NaN and +inf is not shown such drafts."""
 
     def process(scores: Tensor) -> Tensor:
         processed: Tensor = processors(ids, scores)
@@ -147,23 +134,21 @@ def _over_any(processors: lp.LogitsProcessorList, ids: Tensor) -> Callable[[Tens
 
 
 def process_rows(processors: Iterable[Any], rows: list[int], texts: Tensor, scores: Tensor) -> Tensor:
-    """Scores [R, V] of these rows of the batch as processors of known types leave them; texts [R, T] are all the rows'
-    tokens."""
+    """Scores [R, V] of these rows of the batch as known processors leave them; texts [R, T] are their tokens."""
     processed: Tensor = lp.LogitsProcessorList(of_rows(p, rows) for p in processors)(texts, scores)
     return processed
 
 
 def are_known(processors: Iterable[Any], criteria: Iterable[Any]) -> bool:
-    """True where all of these are transformers' own that keep nothing between calls and treat each row by itself. Any
-    other may have a state, and is shown the calls of plain decoding (`fastspec.generation.verify`)."""
+    """True where all are transformers' own that keep nothing between calls and treat each row by itself; others are
+    shown the calls of plain decoding (`fastspec.generation.verify`)."""
     return all(type(p) in ROWWISE for p in processors) and all(type(c) in CRITERIA for c in criteria)
 
 
 def unknown_types(processors: Iterable[Any], criteria: Iterable[Any] = ()) -> str:
     """The types that `are_known` does not know, for a message."""
-    kinds = [type(p) for p in processors if type(p) not in ROWWISE] + [
-        type(c) for c in criteria if type(c) not in CRITERIA
-    ]
+    kinds = [type(p) for p in processors if type(p) not in ROWWISE]
+    kinds += [type(c) for c in criteria if type(c) not in CRITERIA]
     return ", ".join(dict.fromkeys(kind.__name__ for kind in kinds))
 
 
@@ -182,8 +167,8 @@ FILTERS = {
 
 
 def read_settings(processors: lp.LogitsProcessorList) -> SamplingSettings | None:
-    """The settings that processors come to: temperature, top-k, top-p and min-p in transformers' order, each at most
-    once and with its usual filter value and one token to keep; None where they are anything else, or none at all."""
+    """Settings that processors come to: temperature, top-k, top-p and min-p in transformers' order, once each and in
+    the usual form; None for anything else, or none."""
     names = [name for kind in map(type, processors) for name, warper in FILTERS.items() if kind is warper]
     plain = all(
         getattr(p, "filter_value", -torch.inf) == -torch.inf and getattr(p, "min_tokens_to_keep", 1) == 1
@@ -204,9 +189,9 @@ class Processing:
     """Processors of a call, read once, in the form that rounds apply.
 
     `process` maps scores [R, V] of any nodes where no processor looks at the history, `process_at` those of some rows
-    with their prefixes where one does. `settings` are all that the processors do, where the call samples, nobody asks
-    for processed scores and no token is masked. A `grammar` that comes before processors that look at no history is
-    none of these: it masks the logits of a whole tree.
+    with their prefixes where one does. `settings` are all that processors do in a sampled call whose processed scores
+    nobody asks for. A `grammar` before processors that look at no history is apart: it masks the logits of a whole
+    tree.
     """
 
     processors: lp.LogitsProcessorList
@@ -242,26 +227,16 @@ class Processing:
         """Kinds and settings of processors that captured rounds apply; None where these apply none."""
         if self.process is None:
             return None
-        return tuple(
-            (type(p), tuple((name, plain_value(value)) for name, value in sorted(vars(p).items())))
-            for p in self.after_grammar
-        )
-
-    def in_lockstep(self, *, mixes: bool) -> Processing:
-        """The same in lockstep, where plain decoding's steps apply them: drafts are not drawn, since they would take
-        random numbers that plain decoding does not; a mixture of two distributions still processes both."""
-        return replace(self, process=self.process if mixes else None, process_at=None)
-
-    def process_rows(self, rows: list[int], texts: Tensor, scores: Tensor) -> Tensor:
-        """Scores [R, V] of these rows of the batch as the processors leave them; texts [R, T] are the rows' tokens."""
-        return process_rows(self.processors, rows, texts, scores)
+        settings = [
+            tuple((name, plain_value(value)) for name, value in sorted(vars(p).items())) for p in self.after_grammar
+        ]
+        return tuple(zip(map(type, self.after_grammar), settings, strict=True))
 
 
 def read_processors(
     processors: lp.LogitsProcessorList, ids: Tensor, sample: bool, *, scored: bool = False
 ) -> Processing:
-    """The processors of a call on prompts ids [B, T]; `scored` where processed scores are asked for. Raises Unsupported
-    as `make_processors`."""
+    """Processors of a call on prompts ids [B, T]; `scored` where processed scores are asked for. Raises Unsupported."""
     bound = lp.LogitsProcessorList(GrammarOfCall(p, ids) if type(p) is Grammar else p for p in processors)
     masks = bool(bound) and type(bound[0]) is GrammarOfCall and all(type(p) in BLIND for p in bound[1:])
     grammar, rest = (bound[0], lp.LogitsProcessorList(bound[1:])) if masks else (None, bound)
@@ -276,8 +251,7 @@ def whole_limit(limit: float) -> int:
 
 
 class Ending:
-    """When a row ends: length and end tokens, which the loop checks itself, and every other criterion, asked per
-    token."""
+    """End of a row: length and end tokens, which the loop checks, and all other criteria, asked per token."""
 
     def __init__(self, criteria: Any, ids: Tensor) -> None:
         self.ids = ids
@@ -295,8 +269,8 @@ class Ending:
 
 
 class Streaming:
-    """Feeds a streamer one column of tokens at a time, in transformers' shape [B], as soon as every row has it; of one
-    row, to a streamer whose class has `put_tokens(tokens)`, a round's tokens as one list instead."""
+    """Feeds a streamer one column [B] of tokens at a time, as soon as every row has it; of one row, to a class with
+    `put_tokens(tokens)`, a round's tokens as one list."""
 
     def __init__(self, streamer: Any, rows: int, pad: int) -> None:
         self.streamer, self.pad = streamer, pad
@@ -304,8 +278,7 @@ class Streaming:
         self.done = [False] * rows
         self.shown = 0
         self.watch = getattr(streamer, "on_tree", None) if rows == 1 else None
-        """A streamer's `on_tree(tree, verdict, logits)`, which gets each round's draft tree before its tokens are
-        emitted."""
+        """`on_tree(tree, verdict, logits)` of a streamer, called with each round's tree before its tokens."""
         # its class is asked: an object that answers to any name has none
         takes_lists = rows == 1 and hasattr(type(streamer), "put_tokens")
         self.put_tokens = streamer.put_tokens if takes_lists else None
@@ -320,12 +293,12 @@ class Streaming:
             return
         self.emitted[row] += tokens
         self.done[row] = done
-        while any(len(s) > self.shown for s in self.emitted) and all(
-            len(s) > self.shown or d for s, d in zip(self.emitted, self.done, strict=True)
-        ):
-            self.streamer.put(
-                torch.tensor([s[self.shown] if len(s) > self.shown else self.pad for s in self.emitted], device="cpu")
-            )
+        while True:
+            there = [len(each) > self.shown for each in self.emitted]
+            if not any(there) or not all(has or over for has, over in zip(there, self.done, strict=True)):
+                return
+            column = [each[self.shown] if has else self.pad for each, has in zip(self.emitted, there, strict=True)]
+            self.streamer.put(torch.tensor(column, device="cpu"))
             self.shown += 1
 
     def end(self) -> None:
@@ -334,9 +307,9 @@ class Streaming:
 
 
 class StreamedRound(NamedTuple):
-    """Tokens that a round gave to one prompt, of its `drafted` draft tokens those that are among them, and the
-    log-probabilities and the draft tree where they are asked for; a prompt that takes no drafts has no tree, nor has
-    its first token. `cached` are the prompt's tokens that were not read, since a row had read them."""
+    """Tokens that a round gave to one prompt, how many of its `drafted` ones are among them, and log-probabilities and
+    draft tree where they are asked for, the latter but for a first token or without drafts. `cached` tokens of the
+    prompt were not read."""
 
     tokens: list[int]
     accepted: int = 0
@@ -348,7 +321,7 @@ class StreamedRound(NamedTuple):
 
 class RoundStreamer(ABC):
     """Streamer of one prompt of an open batch that takes rounds; with `logprobs` each token's log-probability under the
-    model's own distribution, beside so many of the likeliest tokens, and with `trees` the draft tree of each round."""
+    model beside so many of the likeliest, and with `trees` the draft tree of each round."""
 
     logprobs: int | None = None
     trees: bool = False
@@ -368,11 +341,9 @@ class RoundStreamer(ABC):
 
 
 class PlainSteps:
-    """Plain `generate`'s treatment of a step's logits, in its order: processors, choice, padding, criteria, streamer.
-
-    ids [B, T] are the prompts as `generate` has them. A sampled token is drawn as `generate` draws it, so that a seed
-    gives its tokens. `scores` and `logits` hold a tensor [B, V] per step, where the call asks for them.
-    """
+    """Plain `generate`'s treatment of a step's logits, in its order: processors, choice, padding, criteria, streamer;
+    its draws too, so that a seed gives its tokens. ids [B, T] are the prompts as `generate` has them, `scores` and
+    `logits` a tensor [B, V] per step where the call asks for them."""
 
     def __init__(self, ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any) -> None:
         self.ids, self.processors, self.criteria, self.streamer = ids, processors, criteria, streamer
@@ -412,14 +383,12 @@ class PlainSteps:
         self.over = not any(going)
         if self.pads:
             here = self.ids.shape[1] - self.width
-            self.lengths = [
-                here if length is None and not on else length for length, on in zip(self.lengths, going, strict=True)
-            ]
+            ended = zip(self.lengths, going, strict=True)
+            self.lengths = [here if length is None and not on else length for length, on in ended]
         return chosen
 
     def _drawn(self, probs: Tensor) -> Tensor:
-        """Tokens [B] of probabilities [B, V]. Raises NoDistribution where plain decoding's own draw would raise or, on
-        CUDA, end the process."""
+        """Tokens [B] of probabilities [B, V]. Raises NoDistribution where plain decoding's draw would fail."""
         for row, fails in enumerate(probs[:, 0].isnan().tolist()):  # then all of the row are
             if fails:
                 raise NoDistribution.after(self.ids.shape[1] - self.width, row)

@@ -1,5 +1,4 @@
-"""The prompts of a call: which tokens are real, inputs besides tokens, and prompts that plain decoding reads
-otherwise."""
+"""The prompts of a call: real tokens, inputs besides tokens, and prompts that plain decoding reads otherwise."""
 
 from __future__ import annotations
 
@@ -28,9 +27,8 @@ from fastspec.patches.hf.tree_check import check_trust
 
 
 def real_tokens(model: Any, ids: Tensor, mask: Tensor | None, config: Any, past: int) -> Tensor:
-    """Which tokens of the past and of ids [B, T] are real, [B, past + T] bool, or [B, T] where the mask is of the ids
-    alone: by the call's mask, or where it has none, as transformers infers it. Raises Unsupported for a mask of another
-    width, and for numbers besides 0 and 1, by which plain decoding counts positions."""
+    """Mask of real tokens, [B, past + T] bool, or [B, T] where the mask is of the ids alone: the call's, or as
+    transformers infers it. Raises Unsupported for another width, and for numbers besides 0 and 1."""
     rows, width = ids.shape
     if mask is None:
         held = getattr(config, "_pad_token_tensor", None)
@@ -78,8 +76,7 @@ def given_inputs(model_kwargs: dict[str, Any]) -> set[str]:
 
 
 def sees_ahead(model: Any, adapter: Adapter | None) -> bool:
-    """True where a model lets a prompt's tokens see others than those before them, so that its own pass must read every
-    prompt. Raises Unsupported as `check_trust`."""
+    """True where prompt tokens see later ones, so that the model's own pass reads prompts. Raises Unsupported."""
     besides = is_wrapped(model) or may_see_ahead(model)
     checked = besides if adapter is not None else not any(recurrent_layers(model.config))  # these are refused later
     return checked and not check_trust(model, adapter=adapter)
@@ -87,12 +84,10 @@ def sees_ahead(model: Any, adapter: Adapter | None) -> bool:
 
 def position_shift(model: Any, ids: Tensor, keep: Tensor, model_kwargs: dict[str, Any]) -> Tensor | None:
     """Distance between the position of the token after a prompt and the number of tokens before it, [B] int64; None for
-    a model that reads nothing but tokens, whose positions count them.
+    a model that reads nothing but tokens. keep [B, T] bool tells which tokens are real.
 
-    keep [B, T] bool tells which tokens are real. A grid of image tokens takes fewer positions than it has tokens, or
-    more, and some models count from one. Every new token is one further than the last of the prompt, whose position the
-    model prepares for the first pass; one that prepares none counts padding too, which shows in the keys that a cache
-    keeps.
+    A grid of image tokens takes fewer positions than it has tokens, or more, and some models count from one. Every new
+    token is one further than the prompt's last, whose position the model prepares; without any, padding counts too.
     """
     padding = (~keep).sum(1)
     if counts_padding(model) and bool(padding.any()):
@@ -112,11 +107,9 @@ def position_shift(model: Any, ids: Tensor, keep: Tensor, model_kwargs: dict[str
 
 @dataclass(frozen=True, slots=True)
 class OwnPrefill:
-    """The model's own pass over prompts ids [B, T] with the `inputs` that `generate` has prepared, behind what their
-    cache holds.
+    """The model's own pass over prompts ids [B, T] with `inputs` of `generate`, behind what their cache holds.
 
-    keep [B, past + new] bool tells which tokens of the cache and of the prompts are real. It may run more than once:
-    the cache that it fills is a copy.
+    keep [B, past + new] bool tells real tokens. It may run more than once: the cache that it fills is a copy.
     """
 
     model: Any
@@ -126,9 +119,9 @@ class OwnPrefill:
     inputs: dict[str, Any]
 
     def __call__(self, target: Target) -> tuple[Tensor, Tensor]:
-        """Let a target stand behind the prompts -> logits of each prompt's last token [B, V], and the features [B, new,
-        F] of the tokens that the cache did not hold, left padding removed. Raises Unsupported where the pass leaves
-        more than keys and values of them."""
+        """Let a target stand behind the prompts -> logits of each last token [B, V], and features [B, new, F] of tokens
+        that the cache did not hold, without left padding. Raises Unsupported where more than keys and values are
+        left."""
         assert isinstance(target, HFModel)
         if target.before_norm:
             raise Unsupported(
@@ -169,13 +162,9 @@ INSTEAD = "pass the whole text of every row, padded on the left alone, without a
 
 
 def refuse_holes(model: Any, keep: Tensor, past: int, limit: int, dropped: Sequence[Span | None]) -> None:
-    """Raise Unsupported for a mask keep [B, past + T] bool with holes under which plain decoding sees other tokens than
-    it would without padding, in a call of up to `limit` new tokens on a cache of `past`; `dropped` are those of
-    `HFModel`.
-
-    Plain decoding counts slots: padding in the middle of a text fills up windows and chunks, and a recurrent state
-    decays over it.
-    """
+    """Raise Unsupported for a mask keep [B, past + T] bool with holes under which plain decoding, which counts slots,
+    sees other tokens than without: they fill up windows and chunks, and a recurrent state decays over them. The call
+    has up to `limit` new tokens on a cache of `past`; `dropped` are those of `HFModel`."""
     first = keep.int().argmax(1, keepdim=True)
     holes = ~keep & (torch.arange(keep.shape[1], device=keep.device) > first)
     rows = holes.any(1).nonzero()[:, 0].tolist()
@@ -202,8 +191,7 @@ def refuse_holes(model: Any, keep: Tensor, past: int, limit: int, dropped: Seque
 
 def refuse_seen_padding(model: Any, keep: Tensor, past: int, held: list[LayerCache] | None, config: Any) -> None:
     """Raise Unsupported where a row's left padding goes on after a cache of `past` tokens, whose recurrent states
-    (`held`) of the row have seen some of it: plain decoding hides padding from them in passes of several tokens alone,
-    and they decay over what is hidden then."""
+    (`held`) have seen some: plain decoding hides it in passes of several tokens alone."""
     rows = ~keep[:, past]
     kinds = recurrent_layers(model.config)
     if not any(kinds) or not bool(rows.any()):
@@ -223,8 +211,7 @@ def refuse_seen_padding(model: Any, keep: Tensor, past: int, held: list[LayerCac
 
 
 def _differs(slots: Tensor, begin: int, limit: int, span: Span) -> bool:
-    """True where a row's queries from number `begin` on, `limit` new tokens included, see other tokens by their slots
-    than by their numbers. Behind the last hole both go on alike: two spans show all that there is."""
+    """True where queries from number `begin` on see other tokens by their slots than by their numbers."""
     new = torch.arange(min(max(limit - 1, 0), 2 * span.size), device="cpu")  # the last new token is never read
     slots = torch.cat((slots, slots[-1] + 1 + new))
     number = torch.arange(len(slots), device="cpu")
@@ -235,9 +222,8 @@ def _differs(slots: Tensor, begin: int, limit: int, span: Span) -> bool:
 
 
 def refuse_dropped(model: Any, cache: Any, past: int, config: Any, dropped: Sequence[Span | None]) -> None:
-    """Raise Unsupported for a call on a cache that keeps less of the text than the model's layers see, where plain
-    decoding goes by more than that: `cache` is static, or holds `past` tokens of which some are gone, or the prompt is
-    read in parts."""
+    """Raise Unsupported where a cache keeps less of the text than layers see, and plain decoding goes by more: it is
+    static, some of its `past` tokens are gone, or the prompt is read in parts."""
     sizes = [span.size for span in dropped if span is not None]
     if not sizes:
         return

@@ -96,13 +96,12 @@ class Ranks:
         return held[0]
 
     def by_first(self, run: Callable[[], Value]) -> Value:
-        """What `run` gives in the first process, which alone calls it; what it raises there is raised in all, or told
-        of where it cannot be sent."""
+        """What `run` gives in the first process, which alone calls it; its error is raised in all."""
         return self.led(lambda joint: run(), lambda: None)
 
     def led(self, run: Callable[[Callable[..., Made]], Value], together: Callable[..., Made]) -> Value:
-        """What `run(joint)` gives in the first process, as `by_first`; `joint(...)` there calls `together(...)` in all
-        processes, each of which ends with what this raises there."""
+        """What `run(joint)` gives in the first process, as `by_first`; `joint(...)` there calls `together(...)` in all,
+        and an error of that ends each."""
         if self.group.rank() > 0:
             nothing: tuple[tuple[Any, ...] | None, Any, BaseException | None] = None, None, None
             while (told := self.first_value(nothing))[0] is not None:
@@ -131,8 +130,7 @@ class Ranks:
         return value
 
     def agreed(self, criteria: Iterable[Any]) -> StoppingCriteriaList:
-        """Criteria of which those that may look at a clock, or at anything else beside the text, say what the first
-        process's say."""
+        """Criteria of which those that look at anything beside the text say what the first process's say."""
         return StoppingCriteriaList(each if type(each) in BY_TEXT else FirstSays(each, self) for each in criteria)
 
 
@@ -143,8 +141,7 @@ def ranks_of(model: Any) -> Ranks | None:
 
 
 def by_first(model: Any, run: Callable[[], Value]) -> Value:
-    """What `run` gives in the first of the processes that hold a model together, or here where one holds all of it: all
-    of them call this, and what each would read or measure for itself is the same in all."""
+    """What `run` gives in the first of a model's processes, all of which call this, or here in the only one."""
     ranks = ranks_of(model)
     return run() if ranks is None else ranks.by_first(run)
 
@@ -164,8 +161,7 @@ def closes(whole: dist.ProcessGroup) -> None:
 
 
 def refuse_beside(whole: dist.ProcessGroup | None, what: str) -> None:
-    """Raise Unsupported where an open batch decodes in these processes: its rounds and those of another call would come
-    in another order in each process."""
+    """Raise Unsupported where an open batch decodes in these processes, whose rounds keep an order of their own."""
     if whole is not None and _open[_ranks(whole)]:
         raise Unsupported(
             f"{what}: an open batch decodes in the {whole.size()} processes that hold the model together, and its "

@@ -93,8 +93,7 @@ _PASSED_BY = (
     "_has_unfinished_sequences",
     "_prepare_position_ids_for_generation",
 )
-"""Methods of a model that plain decoding goes by at every pass, and an assisted call does not: those of transformers'
-own are known."""
+"""Methods of a model that plain decoding goes by at every pass, and an assisted call does not."""
 
 
 def setting(name: str, given: dict[str, Any], *more: Any) -> Any:
@@ -104,8 +103,7 @@ def setting(name: str, given: dict[str, Any], *more: Any) -> Any:
 
 
 def refuse_overrides(model: Any) -> None:
-    """Refuse a model whose decoding someone else has changed, in ways that an assistant's rounds would pass by, and one
-    that DeepSpeed has spread over several processes."""
+    """Refuse a model whose decoding someone else has changed where rounds do not go by it, and DeepSpeed's ZeRO 3."""
     for name in _PASSED_BY:
         method = getattr(type(model) if name == "_sample" else model, name, None)  # as plain decoding looks them up
         if method is None or (home_of(method).startswith("transformers.") and not is_strangers(method)):
@@ -127,11 +125,10 @@ def refuse_overrides(model: Any) -> None:
 
 
 def refuse_arguments(model: Any, given: dict[str, Any]) -> None:
-    """Refuse what an assistant cannot honour among the arguments of `generate`, by name, and the settings that hold
-    where they are silent: those of the given generation_config, then of the model's own.
+    """Refuse, by name, arguments of `generate` that an assistant cannot honour, and settings of the given
+    generation_config, or else the model's own.
 
     This comes before transformers acts on any of them: for a static cache, say, it leaves an attribute on the model.
-    What a decoder-only model reads besides tokens goes through its own first pass.
     """
     kept = ("synced_gpus",) if is_shared_out(model) else ()  # what a call does by itself there
     for name, why in _ARGUMENTS.items():
@@ -165,8 +162,7 @@ def refuse_arguments(model: Any, given: dict[str, Any]) -> None:
 
 
 def _are_first(types: Any, model: Any) -> bool:
-    """True where all tokens have the first type of a model's table of types, as BERT's, in which a token that is given
-    none has it too."""
+    """True where all tokens have the first type of a model's table, which is that of a token that is given none."""
     has_table = any(name.endswith("token_type_embeddings") for name, _ in model.named_modules())
     return has_table and not bool(torch.as_tensor(types, device="cpu").any())
 
@@ -211,8 +207,7 @@ def refuse_heads(name: str, model: Any) -> None:
 
 
 def refuse_joining(decoding: Any, model: Any) -> None:
-    """Refuse continuous batching of an encoder-decoder model, and with a decoding whose rows cannot begin anew one by
-    one."""
+    """Refuse continuous batching of an encoder-decoder model, and of rows that cannot begin anew one by one."""
     if model.config.is_encoder_decoder:
         raise Unsupported(
             f"ContinuousBatch takes prompts of a decoder-only model, and {type(model).__name__} is an "
@@ -238,8 +233,7 @@ def _refuse_settings(named: Callable[[str], Any]) -> None:
 
 
 def refuse_cache(model: Any, cache: Any, rows: int) -> None:
-    """Refuse a cache that a caller hands in where it changes what it keeps, or where its rows, layers, heads or lengths
-    are not those of the model and of `rows` texts."""
+    """Refuse a caller's cache that changes what it keeps, or has other rows, layers, heads or lengths."""
     plain = "hand in a DynamicCache or a StaticCache, or leave it out"
     if not isinstance(getattr(cache, "layers", None), list):
         raise Unsupported(f"{CACHE} is a {type(cache).__name__}, which has no layers of keys and values: {plain}")
@@ -289,8 +283,8 @@ def refuse_cache(model: Any, cache: Any, rows: int) -> None:
 
 
 def refuse_shown_padding(cache: Any, keep: Tensor) -> None:
-    """Refuse a mask keep [B, past + T] bool that shows slots which a filled cache holds nothing of:
-    they were padding when an assisted call filled it, and plain decoding leaves there what it computes of padding."""
+    """Refuse a mask keep [B, past + T] bool that shows slots which an assisted call left empty, as padding: plain
+    decoding leaves there what it computes of padding."""
     if rows := shown_padding(cache, keep):
         raise Unsupported(
             f"attention_mask shows tokens of rows {rows} that {CACHE} holds nothing of, since they were padding "
@@ -299,8 +293,7 @@ def refuse_shown_padding(cache: Any, keep: Tensor) -> None:
 
 
 def refuse_plain_padding(model: Any, given: dict[str, Any]) -> None:
-    """The same for a call, of arguments `given` by name, that transformers decodes: without a mask it hides the padding
-    token, where that ends no text."""
+    """The same for a call of arguments `given` that transformers decodes, which may infer the mask."""
     cache, mask = given_cache(given), given.get("attention_mask")
     if not getattr(cache, PADDED, False):
         return
@@ -324,8 +317,7 @@ def refuse_plain_padding(model: Any, given: dict[str, Any]) -> None:
 
 
 def refuse_prompts(model: Any, ids: Tensor, keep: Tensor, past: int) -> None:
-    """Refuse empty batches and prompts, right padding, a cache without new tokens, and prompts past the position
-    limit."""
+    """Refuse empty batches and prompts, right padding, a cache without new tokens, and prompts past the positions."""
     if ids.shape[0] == 0 or ids.shape[1] == 0:
         raise Unsupported(f"input_ids has shape {tuple(ids.shape)}: a batch needs at least one row with one token")
     if keep.shape[0] != ids.shape[0]:

@@ -1,8 +1,7 @@
 """A call of a model whose weights several processes share out (FSDP), or one process holds.
 
-How many passes a call takes depends on its drafts, and so differs from process to process. So every process says before
-each pass that it works, and one that has nothing to do (`agree`) answers each of these passes with one of its own, over
-a single token, until none works.
+Passes of a call depend on its drafts. So every process says before each pass that it works, and an idle one (`agree`)
+answers each with a pass over a single token, until none works.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ class LocalCall:
 
 
 class SynchronizedCall(LocalCall):
-    """Call that all processes of FSDP make, each on prompts of its own. One that fails answers the others' passes all
-    the same.
+    """Call that all processes of FSDP make, each on prompts of its own; one that fails still answers the others'
+    passes.
 
-    A process waits twice: when it knows whether it can serve the call, and in the end. Where one cannot, none does, and
-    this is over: plain decoding has a way of its own of keeping processes together.
+    A process waits when it knows whether it can serve the call, and in the end. Where one cannot, none does, and plain
+    decoding keeps processes together in its own way.
     """
 
     def __init__(self, model: Any) -> None:
@@ -57,8 +56,7 @@ class SynchronizedCall(LocalCall):
             self._leave()
 
     def check(self, decoding: Any) -> None:
-        """Raise Unsupported for what runs the model otherwise than in passes of the whole, or needs weights between
-        them."""
+        """Raise Unsupported for what runs the model other than in whole passes, or needs weights between them."""
         inner, why = decoding.decoding if isinstance(decoding, Continued) else decoding, None
         if not any(isinstance(module, FSDPModule) for module in self.model.modules()):
             why = (

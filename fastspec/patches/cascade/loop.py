@@ -63,8 +63,8 @@ PATCHED = ("stages", "tokenizer", "label", "assistant", "memory", "host_memory")
 
 @dataclass(frozen=True, slots=True)
 class StageAnswer:
-    """One stage's answer to row `row` of a call: its visit, its tokens, its prompt's length, whether it reached an end
-    token, its features, and the milliseconds a row before the first new token and after it."""
+    """One stage's answer to row `row` of a call: visit, tokens, the prompt's length, whether it reached an end token,
+    features, and milliseconds a row before the first new token and after it."""
 
     row: int
     visit: Visit
@@ -94,10 +94,6 @@ class CascadeModels:
     """The stages of a patched model's cascade, the model itself last, and what is kept between calls."""
 
     def __init__(self, config: Cascade, large: Any, patching: Patching) -> None:
-        if large.config.is_encoder_decoder:
-            raise Unsupported(
-                f"a cascade takes decoder-only models, and {type(large).__name__} is an encoder-decoder model"
-            )
         self.config, self.large = config, large
         self.stages = stage_models(config, large, patching)
         self.memory = None if config.memory is None else CacheManager(config.memory, host_budget=config.host_memory)
@@ -137,9 +133,8 @@ class CascadeModels:
         return self.predictors[given]
 
     def solver(self, config: Cascade, prompt: Sequence[int], ranks: Ranks | None = None) -> Solver:
-        """The solver for a configuration; where it has no costs they are the predictor's, if it was made on such a
-        device, else they are measured once, on this prompt, by all of the processes of `ranks`, and what the first one
-        measures counts."""
+        """The solver for a configuration. Without costs of its own the predictor's count, on such a device, else they
+        are measured once, on this prompt, by all of `ranks`, the first of which decides."""
         predictor = self.predictor(config)
         if config.costs is None and None not in self.rates:
             known = predictor.rates if predictor.place.get("device") == device_name(device_of(self.large)) else None
@@ -210,8 +205,8 @@ class CascadeModels:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdaptiveCascade:
-    """The cascade of one call. With `on_answer` every row goes through every stage, each of whose answers it is given;
-    `assistant` replaces the stages' own. `reuse=False` lets every stage answer from scratch, to compare with."""
+    """The cascade of one call. With `on_answer` every row goes through every stage, and it is given each answer;
+    `assistant` replaces the stages' own, and with `reuse=False` every stage answers from scratch."""
 
     models: CascadeModels
     config: Cascade
@@ -221,8 +216,7 @@ class AdaptiveCascade:
     reuse: bool = True
 
     def check(self, large: Any, given: dict[str, Any], ranks: Ranks | None = None) -> None:
-        """Raise Unsupported for arguments of a call that a cascade cannot honour, before any stage runs; in all of the
-        processes that hold the large model together."""
+        """Raise Unsupported, in all of `ranks`, for arguments that a cascade cannot honour, before a stage runs."""
         if ranks is not None and self.models.memory is not None:
             raise Unsupported(
                 f"Cascade(memory=...) keeps keys and values of models that one process holds, and {ranks.group.size()} "
@@ -239,9 +233,8 @@ class AdaptiveCascade:
             raise Unsupported("a streamer takes one row: leave streamer out, or pass a batch of 1")
 
     def generate(self, large: Any, session: Any, given: dict[str, Any], ranks: Ranks | None = None) -> Any:
-        """Answer every row of a `generate` call with these arguments, by name. Of the processes of `ranks`, which hold
-        the large model together, the first decides, and runs the stages that are whole; the others run cut ones with
-        it."""
+        """Answer every row of a `generate` call with these arguments, by name. Of `ranks` the first decides and runs
+        whole stages; the others run cut ones with it."""
         began = time.perf_counter()
         ids, keep = read_prompts(large, given)
         streamer = given.get("streamer")
@@ -271,8 +264,7 @@ class AdaptiveCascade:
     def _answers(
         self, prompts: list[list[int]], given: dict[str, Any], limit: int, run: Callable[..., Outcome]
     ) -> tuple[list[list[int]], tuple[Explanation, ...]]:
-        """The answers to prompts in the large model's tokens, and how they were made, where `run(index, prompts,
-        handed)` runs a stage."""
+        """Answers in the large model's tokens, and how they were made; `run(index, prompts, handed)` runs a stage."""
         pending = rows = [CascadeRow(number, prompt, given, limit) for number, prompt in enumerate(prompts)]
         for index in range(len(self.models.stages)):
             if pending:
@@ -322,8 +314,7 @@ class AdaptiveCascade:
     def take(
         self, row: CascadeRow, index: int, answer: list[int], kept: int, handed: int, milliseconds: float
     ) -> tuple[Visit, bool]:
-        """Give a row a stage's answer, which took over `kept` of `handed` tokens -> its visit, and whether it reached
-        an end token."""
+        """Give a row a stage's answer, `kept` of `handed` tokens taken over -> visit, and True at an end token."""
         stage = self.models.stages[index]
         row.answer, row.giver = answer, index
         ended = answer[-1] in stage.ends(ends_of(stage, row.given))

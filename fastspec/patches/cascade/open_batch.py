@@ -118,13 +118,12 @@ class ContinuousCascade:
     """Open batch of a patched model's cascade in adaptive mode, as `fastspec.continuous(model, "cascade")` makes it:
     every stage is an open batch of `rows` rows, with its assistant, on its device.
 
-    An answer is that of `generate(assistant="cascade")` for the prompt alone: greedy ones token by token (in fp32), and
-    each stage's sampled ones follow its own distribution. A streamer is given an answer when its stage has been decided
-    on: a smaller stage's at once, the last one's token by token. A stage whose rows have no room for a prompt and its
-    answer is left out. A sampled answer is a function of the prompt, its settings and its seed.
+    An answer is that of `generate(assistant="cascade")` for the prompt alone, as `Continuous` has it. A streamer is
+    given an answer when its stage has been decided on: a smaller stage's at once, the last one's token by token. A
+    stage whose rows have no room for a prompt and its answer is left out.
 
-    Of processes that hold the large model together the first decides, and has the stages that are whole. The others
-    have the batches of cut stages, which take turns, and run them with it, as `fastspec.continuous` says.
+    Of processes that hold the large model together the first decides, and has the whole stages. The others have the
+    batches of cut stages, which take turns, and run them with it, as `fastspec.continuous` says.
     """
 
     def __init__(self, decides: AdaptiveCascade, settings: BatchSettings) -> None:
@@ -184,9 +183,8 @@ class ContinuousCascade:
     ) -> CascadeFuture:
         """Ask for the answer to one prompt, as `Continuous.submit` does -> its future; `price` is this prompt's own.
 
-        Raises Unsupported for what a cascade or an open batch does not decode, a prompt that is too long for the large
-        model's rows included, and for a price beside thresholds; ValueError for settings that transformers refuses;
-        FastSpecError where the batch is closed.
+        Raises Unsupported for what a cascade or an open batch does not decode, too long a prompt, and a price beside
+        thresholds; ValueError for settings that transformers refuses; FastSpecError where the batch is closed.
         """
         if self.ranks is not None:
             self.ranks.refuse_prompts()
@@ -250,8 +248,7 @@ class ContinuousCascade:
         request.answer.add_done_callback(partial(self._answered, request, call))
 
     def _answered(self, request: CascadeRequest, call: StageCall, answer: Future[Tensor]) -> None:
-        """A stage is done with a request: the last one's answer is the cascade's, others are decided on in a thread of
-        their own."""
+        """A stage is done: the last one's answer is the cascade's, others are decided on in a thread."""
         if call.measured is None or answer.cancelled() or answer.exception() is not None:
             self._take(request, call, answer)
         else:
@@ -296,8 +293,7 @@ class ContinuousCascade:
             request.streamer.put_visit(visit)
 
     def _stream(self, request: CascadeRequest, answer: list[int], call: StageCall) -> None:
-        """Hand the streamer an answer that was decided on: as one round, or as its rounds where their trees are asked
-        for and are of the large model's tokens and prompt."""
+        """Hand the streamer an answer: as one round, or as its rounds where their trees are asked for and fit."""
         streamer, rounds = request.streamer, call.rounds.kept
         if isinstance(streamer, RoundStreamer):
             if not call.rounds.trees:
@@ -373,9 +369,8 @@ class ContinuousCascade:
         return not self._closing and all(batch.alive for batch in self.batches)
 
     def close(self, *, cancel: bool = False) -> None:
-        """Take no more prompts, and return when all answers are there; with `cancel` those that are not are
-        cancelled. Of processes that hold the large model together the first one closes the batch, as `Continuous` says.
-        """
+        """Take no more prompts, and return when all answers are there; with `cancel` the missing ones are cancelled. Of
+        several processes the first closes the batch, as `Continuous` says."""
         with self._changed:
             self._closing = True
             left = list(self._open)

@@ -71,12 +71,10 @@ def check_room(manager: CacheManager, model: Any, tokens: int) -> None:
 
 
 def past_of(manager: CacheManager, stage: int, model: Any, ids: Tensor) -> DynamicCache | None:
-    """A stage's kept beginning of ids [1, T], without padding: a cache of at most T - 1 tokens, the caller's own, or
-    None; None too where it was kept in another dtype than the model's.
+    """A stage's kept beginning of ids [1, T], without padding: a cache of at most T - 1 tokens for `model.generate`,
+    each layer on the model's device, or by a `device_map` where it was; None without any in the model's dtype.
 
-    It goes to `model.generate(ids, attention_mask=ones, **{CACHE: ...})`, on the model's device; a model laid over
-    devices by `device_map` gets each layer where it was. Raises `Unsupported` for a model that `check_kept` refuses,
-    and for several rows.
+    Raises `Unsupported` for a model that `check_kept` refuses, and for several rows.
     """
     check_kept(model)
     found = manager.find(stage, _row(ids))
@@ -92,9 +90,8 @@ def past_of(manager: CacheManager, stage: int, model: Any, ids: Tensor) -> Dynam
 
 
 def keep_past(manager: CacheManager, stage: int, ids: Tensor, cache: Any) -> None:
-    """Keep a call's cache of the first tokens of the text ids [1, T], prompt and answer, without padding; it stays the
-    caller's. Raises `Unsupported` for a cache that is not plain keys and values in every layer, for one that holds more
-    than the text, for several rows, and where it exceeds the manager's budget."""
+    """Keep a call's cache of the first tokens of the text ids [1, T], without padding; it stays the caller's. Raises
+    `Unsupported` for other than plain keys and values, more than the text, several rows, and too little budget."""
     tokens, reason = _row(ids), _not_plain(cache)
     if reason:
         raise Unsupported(
@@ -118,8 +115,7 @@ def _row(ids: Tensor) -> list[int]:
 
 
 def _not_plain(cache: Any) -> str:
-    """The difference of a cache from one of every token's keys and values in every layer, where they were computed, as
-    "" for none: classes derived from the plain ones (windows, quantised, indexed, recurrent) hold less or more."""
+    """Difference of a cache from all keys and values of every layer, where they were computed; "" for none."""
     if type(cache) is not DynamicCache:
         return f"the class {type(cache).__name__}"
     other = sorted({type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer})
@@ -143,9 +139,9 @@ TRIAL = 24
 
 
 class StageModel:
-    """One model of a cascade, ready to generate. `tokenizer` is None where the stage shares the large model's tokens. A
-    model that the user has patched is used as it is; one that is loaded here goes to `device`, the large model's, or is
-    cut over the `processes` that hold that."""
+    """One model of a cascade, ready to generate; `tokenizer` is None where it shares the large model's tokens. A
+    patched model is used as it is; one that is loaded here goes to `device`, or is cut over `processes`, as the large
+    one."""
 
     def __init__(self, stage: Stage, large_tokenizer: Any, device: str, patching: Patching, processes: int = 1) -> None:
         stage.check_processes(processes)
@@ -209,8 +205,7 @@ class StageModel:
         return self.loaded and processes_of(self.held) > 1
 
     def by_holders(self, run: Callable[[], Value], ranks: Ranks | None) -> Value:
-        """What `run` gives in the processes that hold the model: all of `ranks` for a cut one, of a whole one the
-        first, whose result all take."""
+        """What `run` gives in the processes that hold the model: all of `ranks`, or the first, for all."""
         return run() if ranks is None or self.cut else ranks.by_first(run)
 
     @property
@@ -317,9 +312,9 @@ def hand_over(
     answer: Sequence[int], giver: StageModel, taker: StageModel, ends: Sequence[int], end: int | None
 ) -> list[int]:
     """A stage's answer in another's tokens; an end token of the giver, one of `ends`, becomes the taker's, `end`."""
-    if giver.foreign == taker.foreign and (
-        not giver.foreign or token_table(giver.tokenizer) == token_table(taker.tokenizer)
-    ):
+    both = giver.foreign and taker.foreign
+    alike = token_table(giver.tokenizer) == token_table(taker.tokenizer) if both else giver.foreign == taker.foreign
+    if alike:
         return list(answer)
     over = bool(answer) and answer[-1] in ends
     text = decoded(giver.tokenizer or giver.large_tokenizer, answer[:-1] if over else answer)
@@ -368,15 +363,10 @@ def stage_models(config: Cascade, large: Any, patching: Patching) -> list[StageM
 
 
 def measure_rates(
-    stages: Sequence[StageModel],
-    prompts: Sequence[Sequence[int]],
-    new: int = TRIAL,
-    *,
-    ranks: Ranks | None = None,
+    stages: Sequence[StageModel], prompts: Sequence[Sequence[int]], new: int = TRIAL, *, ranks: Ranks | None = None
 ) -> Rates:
-    """Every stage's milliseconds per generated token, per verified token and per start, on this machine: means over the
-    large model's `prompts`, `new` tokens after each, of the better of two runs after a first one. All of the processes
-    of `ranks`, which hold the large model together, call it."""
+    """Every stage's milliseconds per generated token, per verified token and per start: means over the large model's
+    `prompts`, `new` tokens after each, of the better of two runs. All of `ranks` call it."""
 
     def measured(stage: StageModel) -> list[float]:
         judged = stage is not stages[-1]  # the last answer is not measured token by token
@@ -396,25 +386,17 @@ def _rates_after(stage: StageModel, prompt: Sequence[int], new: int, judged: boo
         tokens = tokens[-max(bound - new, 1) :]
     ids = torch.tensor([tokens], device=device_of(stage.model))
     text = [_trial(stage, ids, new, None, judged)[1][:-1]]
-    runs = [
-        [_trial(stage, ids, count, given, judged)[0] for count, given in ((1, None), (new, None), (new, text))]
-        for _ in range(3)
-    ][1:]
-    start, whole, verified = (min(column) for column in zip(*runs, strict=True))
+    calls = (1, None), (new, None), (new, text)
+    runs = [[_trial(stage, ids, count, given, judged)[0] for count, given in calls] for _ in range(3)]
+    start, whole, verified = (min(column) for column in zip(*runs[1:], strict=True))
     return max(whole - start, 1e-3) / (new - 1), max(verified - start, 0.0) / (new - 1), start
 
 
 def _trial(stage: StageModel, ids: Tensor, new: int, texts: Any, judged: bool) -> tuple[float, list[int]]:
     """Milliseconds of one greedy call of `new` tokens, with texts to verify, and its answer."""
     heard: list[Outcome] = []
+    assistant = Continued(stage.stage.assistant, texts, heard.append, measure=judged)
+    options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     began = time.perf_counter()
-    stage.model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=new,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-        assistant=Continued(stage.stage.assistant, texts, heard.append, measure=judged),
-    )
+    stage.model.generate(ids, attention_mask=torch.ones_like(ids), assistant=assistant, **options)
     return 1000 * (time.perf_counter() - began), heard[0].tokens[0]

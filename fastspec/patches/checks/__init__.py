@@ -1,2 +1,1 @@
-"""Every kernel against its reference on small inputs: which inputs, how they are compared, and what is known of this
-machine."""
+"""Every kernel against its reference: small inputs, how results are compared, what is known of this machine."""

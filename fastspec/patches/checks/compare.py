@@ -1,5 +1,4 @@
-"""Runs a backend's kernels, and a whole draft phase, beside their references on small inputs, and says where they
-differ."""
+"""Comparison of a backend's kernels, and of a whole draft phase, with their references on small inputs."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ from fastspec.patches.checks.rows import CHECKS, Check
 
 SHAPE = TreeShape(total_tokens=6, depth=2, top_k=2)
 SEED, ROUNDING = 5, 0.12
-"""The candidates of the head that this seed draws are 0.188 apart and more, and in bfloat16 off by up to 0.04 of those
-in fp32: a tree that is another, or scores that are off by more than this, are wrong."""
+"""Candidates of this seed's head are 0.188 apart and more, and in bfloat16 off by up to 0.04: another tree, or scores
+that are off by more than this, are wrong."""
 
 
 def small_head(draw: Draw) -> EagleHead:
@@ -95,14 +94,12 @@ REFERENCE = replace(
     stored_parts=quantised_reference.linear,
 )
 ROUNDINGS = {torch.float32: 256, torch.float16: 16, torch.bfloat16: 16, torch.float8_e8m0fnu: 0}
-"""How many units in the last place of the largest value a kernel may be off. It sums in fp32 in an order of its own and
-rounds where the reference does, a few times; sums of 4,096 products in fp32 are off by the square root of their
-number. Powers of 2 are inputs, which no kernel writes."""
+"""Units in the last place of the largest value that a kernel may be off: it sums in fp32 in its own order, where 4,096
+products are off by the square root of their number. Powers of 2 are inputs, which no kernel writes."""
 
 
 class Problem(NamedTuple):
-    """A check that a backend fails: its name, and what differs. One that `raised` an error may have met a fault that
-    passes, such as a device that an earlier kernel has broken."""
+    """A check that a backend fails, and what differs; an error that was `raised` may be a fault that passes."""
 
     check: str
     what: str
@@ -121,8 +118,7 @@ def problems(
     checks: Sequence[Check] = CHECKS,
     drafts: type[EagleDrafter] = EagleDrafter,
 ) -> Iterator[Problem]:
-    """Every check that a backend fails on a device, the draft phase of `drafts` last. An error ends the checks: what
-    follows one on a device says nothing."""
+    """Every check that a backend fails, the draft phase of `drafts` last. An error on the device ends the checks."""
     runs = [(check.name, partial(difference, check)) for check in checks if has_kernel(ops, check.op)]
     for name, run in (*runs, (f"{drafts.__name__} (a small head)", partial(phase_difference, drafts=drafts))):
         try:

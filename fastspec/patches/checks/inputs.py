@@ -89,9 +89,8 @@ def layers(
     tapped: bool = True,
     single: bool = False,
 ) -> Callable[[Draw], tuple[Stacked, dict[str, object]]]:
-    """`rows` texts of `nodes` nodes each; weights side by side or `apart`, with or without biases and norms of heads;
-    with `given` the first layer reads an input of twice the width, and has no norm; with `single` cosines and sines are
-    in fp32 whatever the dtype."""
+    """`rows` texts of `nodes` nodes; weights side by side or `apart`, with or without biases and norms of heads;
+    `given`: the first layer reads twice the width and has no norm; `single`: cosines and sines are in fp32."""
 
     def make(draw: Draw) -> tuple[Stacked, dict[str, object]]:
         def linear(depth: int, *channels: int) -> Weighted:

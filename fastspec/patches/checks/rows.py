@@ -1,7 +1,4 @@
-"""Checks: a row for every kernel and every form of it that is code of its own, with small inputs.
-
-Inputs are such that rounding decides nothing: what is chosen by score differs by more than it.
-"""
+"""Checks: a row for every kernel and form of it, with small inputs in which rounding decides nothing."""
 
 from __future__ import annotations
 
@@ -30,6 +27,7 @@ from fastspec.kernels.recurrent.reference import DecayRates
 from fastspec.kernels.verification.reference import SamplingSettings
 from fastspec.patches.checks.inputs import Draw, LayoutArguments, layers, tree
 
+GROUPED = Routing(4, sigmoid=True, normalised=True, groups=4, kept=2)
 GPT_OSS = Expert(interleaved=True, gate=Activation(1.702), offset=1.0, limit=7.0)
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -83,26 +81,20 @@ def apart(rows: int, channels: Sequence[int], depth: int, kind: Activation | Non
 def stored(
     rows: int, kind: Codes, block: tuple[int, int], gate: Activation | None = None, **more: bool
 ) -> Callable[[Draw], Inputs]:
-    """x [rows, 256] times two weights of 48 channels as a quantiser stores them, with scales of blocks; `more` says
-    which of `zeros`, `nested` and `on_sums` they have. With a `gate` both have a bias, else one has."""
+    """x [rows, 256] times two weights of 48 channels with scales of blocks; `more` says which of `zeros`, `nested` and
+    `on_sums` they have. With a `gate` both have a bias, else one."""
 
     def weight(draw: Draw) -> StoredWeight:
-        groups = 256 // block[1]
+        groups, zeros, nested = 256 // block[1], None, None
         codes = draw.whole(256 if kind != E4M3 else 112, 48, 256 * kind.bits // 8).to(torch.uint8)
         scales = (draw.uniform(-(-48 // block[0]), groups) + 0.5) / 256
-        inner = Nested(draw.uniform(256), draw.uniform(1) / 16, draw.uniform(1)[0] / 16, 256)
-        nested = inner if more.get("nested") else None
-        return StoredWeight(
-            codes,
-            kind,
-            scales if nested is None else draw.whole(256, 48, groups).to(torch.uint8),
-            block,
-            256,
-            None,
-            zeros=draw.whole(2**31, 48 * kind.bits // 32, groups).to(torch.int32) if more.get("zeros") else None,
-            nested=nested,
-            on_sums=more.get("on_sums", False),
-        )
+        if more.get("nested"):
+            nested = Nested(draw.uniform(256), draw.uniform(1) / 16, draw.uniform(1)[0] / 16, 256)
+            scales = draw.whole(256, 48, groups).to(torch.uint8)
+        if more.get("zeros"):
+            zeros = draw.whole(2**31, 48 * kind.bits // 32, groups).to(torch.int32)
+        on_sums = more.get("on_sums", False)
+        return StoredWeight(codes, kind, scales, block, 256, None, zeros=zeros, nested=nested, on_sums=on_sums)
 
     def make(draw: Draw) -> Inputs:
         x, weights, bias = draw.floats(1, rows, 256), [weight(draw), weight(draw)], draw.floats(48)
@@ -144,16 +136,14 @@ def norm(residual: bool = False, offset: float | None = None) -> Callable[[Draw]
     """Rows of a width that is no power of 2, with a residual or without."""
 
     def make(draw: Draw) -> Inputs:
-        return (draw.floats(2, 3, 80), draw.floats(80), 1e-5, draw.floats(2, 3, 80) if residual else None), {
-            "offset": offset
-        }
+        x, weight = draw.floats(2, 3, 80), draw.floats(80)
+        return (x, weight, 1e-5, draw.floats(2, 3, 80) if residual else None), {"offset": offset}
 
     return make
 
 
 def rope(norms: bool, scaled: bool = False) -> Callable[[Draw], Inputs]:
-    """Two rows of three nodes, four query heads to two key heads; with norms of heads, and a factor for each
-    position."""
+    """Two rows of three nodes, four query heads to two key heads; with norms of heads, and a factor by position."""
 
     def make(draw: Draw) -> Inputs:
         size, rows, nodes = 16, 2, 3
@@ -163,16 +153,8 @@ def rope(norms: bool, scaled: bool = False) -> Callable[[Draw], Inputs]:
         k, v = (draw.floats(rows, 2, 32, size) for _ in "kv")
         weights = (draw.floats(size), draw.floats(size), 1e-6) if norms else ()
         more = {"factor": draw.uniform(32) + 0.5} if scaled else {}
-        return (
-            draw.floats(rows, nodes, (4 + 2 * 2) * size),
-            angles.cos(),
-            angles.sin(),
-            positions,
-            k,
-            v,
-            slots,
-            *weights,
-        ), more
+        mixed = draw.floats(rows, nodes, (4 + 2 * 2) * size)
+        return (mixed, angles.cos(), angles.sin(), positions, k, v, slots, *weights), more
 
     return make
 
@@ -205,8 +187,7 @@ def scores(rows: int, drawn: bool, settings: SamplingSettings | None = None) -> 
 
 
 def expansion(nodes: int, count: int, below: bool = False) -> Callable[[Draw], Inputs]:
-    """Logits are whole numbers by construction, all different at a node: p(v) / 16, and its negative at every other
-    node."""
+    """Logits are whole numbers, all different at a node: p(v) / 16, and its negative at every other node."""
 
     def make(draw: Draw) -> Inputs:
         vocab, hidden = 200, 64
@@ -254,12 +235,8 @@ def head(draw: Draw) -> Inputs:
 
 def verdict(draw: Draw) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """path [2, 3], accepted, bonus and active of two rows with trees of five nodes."""
-    return (
-        draw.fixed([[0, 2, 4], [0, 1, 1]]),
-        draw.fixed([2, 1]),
-        draw.fixed([77, 78]),
-        draw.fixed([True, False], torch.bool),
-    )
+    path, accepted, bonus = (draw.fixed(each) for each in ([[0, 2, 4], [0, 1, 1]], [2, 1], [77, 78]))
+    return path, accepted, bonus, draw.fixed([True, False], torch.bool)
 
 
 def commitment(draw: Draw) -> Inputs:
@@ -355,10 +332,8 @@ def stored_mixture(tokens: int, kind: Expert) -> Callable[[Draw], Inputs]:
     def make(draw: Draw) -> Inputs:
         size, inner = 96, 64
         chosen = draw.order(4, tokens)[:, :2].contiguous()
-        shares, experts = (
-            draw.uniform(tokens, 2).to(draw.dtype),
-            (weights(draw, 2 * inner, size), weights(draw, size, inner)),
-        )
+        shares = draw.uniform(tokens, 2).to(draw.dtype)
+        experts = weights(draw, 2 * inner, size), weights(draw, size, inner)
         biases = {"gate_up_bias": draw.floats(4, 2 * inner), "down_bias": draw.floats(4, size)}
         return (draw.floats(tokens, size), *experts, chosen, shares, kind), biases
 
@@ -435,9 +410,7 @@ CHECKS: tuple[Check, ...] = (
     Check("stored_linears", "e4m3 in blocks, a gate, 20 rows", stored(20, E4M3, (16, 128), SILU)),
     Check("stored_linears", "4 bits, zero points, 20 rows", stored(20, PACKED4, (1, 32), zeros=True)),
     Check("stored_linears", "a table, nested scales, 80 rows", stored(80, NF4, (1, 64), nested=True)),
-    Check(
-        "stored_linears", "4 bits, zero points, dequantised for many rows", stored(520, PACKED4, (1, 32), zeros=True)
-    ),
+    Check("stored_linears", "4 bits, zero points, many rows", stored(520, PACKED4, (1, 32), zeros=True)),
     Check("stored_parts", "int8 by lines, 20 rows", stored_part(20, INT8, (1, 512))),
     Check("stored_parts", "4 bits, groups, 5 rows", stored_part(5, PACKED4, (1, 128))),
     Check("gate_up", "one row", products(1, 2 * 48, 256)),
@@ -466,18 +439,9 @@ CHECKS: tuple[Check, ...] = (
     Check("gate_heads", "plain", gates),
     Check("gated_norm", "plain", gated),
     Check("route", "softmax", routing(Routing(4, normalised=True)), by_expert),
-    Check(
-        "route",
-        "groups",
-        routing(Routing(4, sigmoid=True, normalised=True, groups=4, kept=2), corrected=True),
-        by_expert,
-    ),
+    Check("route", "groups", routing(GROUPED, corrected=True), by_expert),
     Check("experts", "few tokens", mixture(3, Expert())),
-    Check(
-        "experts",
-        "40 tokens, interleaved",
-        mixture(40, GPT_OSS),
-    ),
+    Check("experts", "40 tokens, interleaved", mixture(40, GPT_OSS)),
     Check("stored_experts", "one token", stored_mixture(1, GPT_OSS)),
     Check("stored_experts", "20 tokens", stored_mixture(20, GPT_OSS)),
     Check("kv_block_copy", "overlap", moves),

@@ -1,9 +1,9 @@
-"""The self-check: on a device that the kernels were never tested on, each is held against its reference before the
-first use. Those in C++, which the machine's own compiler made, are on every machine.
+"""The self-check: kernels are held against their references before the first use on a device that they were never
+tested on, and those in C++, which the machine's own compiler made, on every machine.
 
-Once for a device's name, a dtype and the versions of torch, triton and fastspec, and for a compiled library: the
-verdict is kept in the cache folder, but for one that an error has ended, which may pass. The environment's
-FASTSPEC_SELF_CHECK says "auto" (that), "always" (on every device, in every process) or "never".
+Once for a device, a dtype, the versions of torch, triton and fastspec, and a compiled library: the verdict is kept in
+the cache folder, but for one that an error has ended. The environment's FASTSPEC_SELF_CHECK says "auto" (that),
+"always" (on every device, in every process) or "never".
 """
 
 from __future__ import annotations
@@ -44,12 +44,8 @@ def mode() -> str:
 
 
 def self_check(ops: Ops, dtype: torch.dtype, device: torch.device, drafts: type[EagleDrafter] | None = None) -> None:
-    """Check a backend's kernels for models of a dtype on a device, where that was not done before; with `drafts` the
-    draft phase of that drafter alone, which has a kernel of its own.
-
-    Raises FastSpecError with the names of kernels that differ from their references. Nothing else is run in their
-    place.
-    """
+    """Check a backend's kernels in a dtype on a device, where that was not done; with `drafts` that drafter's phase
+    alone. Raises FastSpecError with the names of kernels that differ; nothing else runs in their place."""
     wanted = mode()
     if wanted == "never" or ops.name not in ("triton", "cpp") or (ops.name == "cpp" and dtype not in ENDINGS):
         return

@@ -1,2 +1,1 @@
-"""transformers models as targets: the families that fastspec knows, the generic mode for others, and what either cannot
-do."""
+"""transformers models as targets: known families, the generic mode for others, and limits of either."""

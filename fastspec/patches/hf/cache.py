@@ -1,8 +1,7 @@
-"""Caches: what the layers of a transformers decoder keep of a text, as fastspec's states, and as transformers' own
-cache.
+"""Caches: what a decoder's layers keep of a text, as fastspec's states, and as transformers' own cache.
 
-One name is that of the installed version: an argument of `generate`, what it hands to a custom loop, a field of its
-outputs. A forward has its own: of a class that transformers does not ship it may still be the old one.
+CACHE is the installed version's name of an argument of `generate`, of what it hands to a custom loop and of a field of
+its outputs; a forward of someone else's class may still have the old one.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from fastspec.patches.hf.config_fields import delta_shape, kept_by, layer_shapes
 from fastspec.patches.hf.parallel import layer_devices, local_heads
 
 _IS_RENAMED = "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-"""Delete this, and the old name with it, when 5.24 is the oldest version and transformers takes no old name any more
-(6.0)."""
+"""Delete this, and the old name, when 5.24 is the oldest version and transformers takes no old name (6.0)."""
 OLD = "past_key_values"
 _NAMES = ("cache", OLD) if _IS_RENAMED else (OLD,)
 CACHE = _NAMES[0]
@@ -38,8 +36,7 @@ GIVEN = (*_NAMES, "cache_params") if _IS_RENAMED else _NAMES
 
 
 def given_cache(given: dict[str, Any]) -> Any:
-    """The cache among the arguments of a `generate` call, or None. Where several names are given, transformers heeds
-    the first of these."""
+    """The cache among the arguments of `generate`, or None: of several names the first, as in transformers."""
     return next((given[name] for name in GIVEN if name in given), None)
 
 
@@ -55,8 +52,7 @@ def kept_cache(output: Any) -> Any:
 
 
 class SlotCache(Cache):
-    """One forward pass's view of a state: `update` writes at given slots, by how many a state goes round in, and
-    returns the first `extent` slots, or the ring."""
+    """A pass's view of a state: `update` writes at given slots and returns the first `extent` slots, or the ring."""
 
     def __init__(self, state: SequenceState, ops: Ops, slots: Mapping[int | None, Tensor], extent: int) -> None:
         super().__init__(layer_class_to_replicate=DynamicLayer)
@@ -94,8 +90,7 @@ class SlotCache(Cache):
 
 
 def import_past(state: SequenceState, past: list[LayerCache], keep: Tensor) -> None:
-    """Copy what a user's cache holds of each layer into slots from 0; keep [B, T] bool drops padded slots of keys and
-    values."""
+    """Copy a user's cache into slots from 0 on; keep [B, T] bool drops padded slots of keys and values."""
     counts = keep.sum(1)
     width = max(1, int(counts.max()))  # of padding alone too, a window has a column to point at
     order = torch.argsort((~keep).int(), dim=1, stable=True)[:, :width]  # kept slots first, in order
@@ -106,9 +101,8 @@ def import_past(state: SequenceState, past: list[LayerCache], keep: Tensor) -> N
 
 
 def export_span(state: SequenceState, first: Tensor, shown: Tensor) -> list[LayerCache]:
-    """Tensors that transformers keeps of slots first[b] .. of every row, layer by layer, where each computes: keys and
-    values [B, Hkv, width, D], where the row's slots stand one after another in the columns that shown [B, width] bool
-    names; other columns, and those past the row's length, are zero."""
+    """What transformers keeps of slots first[b] .. of every row, layer by layer: keys and values [B, Hkv, width, D],
+    the row's slots in the columns that shown [B, width] bool names; all other columns are zero."""
     slots = first[:, None] + shown.cumsum(1) - 1
     found = slots.clamp(0, state.slots - 1), shown & (slots < state.lengths[:, None]), state.lengths
     return [kind.export(layer, *(each.to(kind.device) for each in found)) for kind, layer in state.owned]
@@ -119,16 +113,14 @@ PADDED = "fastspec_padded"
 
 
 def note_padding(cache: Any, keep: Tensor, past: int) -> None:
-    """Note on a cache that a mask keep [B, T] bool hides some of the tokens behind the first `past`, which a call has
-    added: it holds zeros there."""
+    """Note on a cache that keep [B, T] bool hides tokens behind the first `past`: it holds zeros there."""
     hidden: list[int] = (~keep[:, past:]).any(0).nonzero().flatten().tolist()
     if hidden:
         setattr(cache, PADDED, getattr(cache, PADDED, frozenset()) | {past + column for column in hidden})
 
 
 def shown_padding(cache: Any, keep: Tensor) -> list[int]:
-    """Rows of which a mask keep [B, T] bool shows columns that an earlier call's mask hid. The cache tells which: it
-    may have been cropped, reordered or repeated since."""
+    """Rows of which keep [B, T] bool shows columns that an earlier mask hid and that are still empty."""
     length = int(cache.get_seq_length())
     columns: frozenset[int] = getattr(cache, PADDED, frozenset())
     if not columns:
@@ -161,29 +153,25 @@ def sequence_state(
     first: int | None = None,
 ) -> SequenceState:
     """The state of `rows` texts of at most `capacity` tokens, for passes over up to `tail` nodes or `chunk` tokens of a
-    prompt. What a layer keeps is where it computes.
-
-    Where it is `bounded`, layers that see a span of the text keep no more than they can see again. `first` is that of
-    `SequenceState`.
-    """
+    prompt, each layer's where it computes. Where it is `bounded`, layers keep no more than the span that they see.
+    `first` is that of `SequenceState`."""
     dtype, owners, devices = dtype_of(model), kept_by(model.config), layer_devices(model)
-    kinds: list[tuple[Any, ...]] = [
-        ("recurrent",) if recurrent else (span if bounded else None, local_heads(model, heads), *sizes)
-        for span, (heads, *sizes), recurrent in zip(
-            spans, layer_shapes(model.config), recurrent_layers(model.config), strict=True
-        )
-    ]
+    kinds: list[tuple[Any, ...]] = []
+    layers = zip(spans, layer_shapes(model.config), recurrent_layers(model.config), strict=True)
+    for span, (heads, *sizes), recurrent in layers:
+        of_keys = span if bounded else None, local_heads(model, heads), *sizes
+        kinds.append(("recurrent",) if recurrent else of_keys)
     keys = list(zip(kinds, devices, strict=True))
     of = {key: [layer for layer in dict.fromkeys(owners) if keys[layer] == key] for key in keys}
     made: list[LayerState] = []
-    for (key, device), layers in of.items():
+    for (key, device), held in of.items():
         if key == ("recurrent",):
-            made.append(DeltaState(len(layers), rows, tail, delta_shape(model.config), dtype=dtype, device=device))
+            made.append(DeltaState(len(held), rows, tail, delta_shape(model.config), dtype=dtype, device=device))
         elif key[0] is None:
-            made.append(FullAttentionState(len(layers), rows, *key[1:], dtype=dtype, device=device))
+            made.append(FullAttentionState(len(held), rows, *key[1:], dtype=dtype, device=device))
         else:
             ring = ring_of(key[0], tail, chunk)
-            made.append(WindowState(len(layers), rows, *key[1:], span=key[0], ring=ring, dtype=dtype, device=device))
+            made.append(WindowState(len(held), rows, *key[1:], span=key[0], ring=ring, dtype=dtype, device=device))
     found = list(of)
     order = [(found.index(keys[owner]), of[keys[owner]].index(owner)) for owner in owners]
     return SequenceState(
@@ -192,9 +180,8 @@ def sequence_state(
 
 
 def read_cache(cache: Any, layers: int) -> list[LayerCache] | None:
-    """Contents of a cache handed in by the user for each layer that keeps anything: keys and values [B, Hkv, T, D], or
-    a recurrent layer's inputs and state; None when it is empty or absent. A layer with a window has dropped the oldest
-    tokens, which it never sees again: zeros take their places."""
+    """Contents of a user's cache for each layer that keeps anything: keys and values [B, Hkv, T, D], zeros where a
+    window has dropped them, or a recurrent layer's inputs and state; None when it is empty or absent."""
     if cache is None or int(cache.get_seq_length()) == 0:
         return None
     length = int(cache.get_seq_length())
@@ -212,9 +199,8 @@ def held_layers(cache: Any, layers: int) -> list[Any]:
 
 
 def changing_part(cache: Any) -> Any:
-    """The part of a cache, itself or a layer, that may keep and give back other keys and values than it is given, or
-    None: one whose `update` is not transformers' own, or that quantises. A cache without layers makes them of the class
-    that it names.
+    """The part of a cache, itself or a layer, that may give back other keys and values than it is given: its `update`
+    is not transformers' own, or it quantises; or None. A cache without layers makes them of a class that it names.
 
     Quantising layers have a common base since transformers 5.18; delete its other name when that is the oldest.
     """
@@ -228,20 +214,17 @@ def changing_part(cache: Any) -> Any:
 
 
 def records_past(cache: Any) -> bool:
-    """True where windows or recurrent states of a cache keep what they held before, so that tokens can be taken off
-    them. Layers that keep every token have no such mode."""
+    """True where a cache's windows or recurrent states keep what they held before, to be cropped."""
     return any(getattr(layer, "record_past", False) for layer in cache.layers)
 
 
 def keeps_all(cache: Any, layer: int) -> bool:
-    """True where a cache keeps every token of a layer; one that was not told of windows makes its layers when it needs
-    them, and they do."""
+    """True where a cache keeps every token of a layer; layers that are made when they are needed do."""
     return layer >= len(cache.layers) or not getattr(cache.layers[layer], "is_sliding", False)
 
 
 def kept_lengths(cache: Any, layers: int) -> list[int | None]:
-    """Number of last tokens that a pass of one token finds in each layer of a cache, its own counted; None for all. A
-    static cache's layers name their size alone."""
+    """Last tokens that a pass of one token finds in each layer of a cache, its own counted; None for all."""
     kept = [None if keeps_all(cache, layer) else cache.layers[layer] for layer in range(layers)]
     return [None if layer is None else getattr(layer, "sliding_window", None) or layer.max_cache_len for layer in kept]
 
@@ -252,8 +235,7 @@ def is_recurrent(layer: Any) -> bool:
 
 
 def text_length(held: list[LayerCache] | None) -> int:
-    """Number of tokens that `read_cache` has read: keys and values are of one length, and what recurrent layers keep is
-    of any."""
+    """Number of tokens that `read_cache` has read, by layers whose keys and values are of one length."""
     return max((keys.shape[2] for keys, values in held or () if keys.shape[:-1] == values.shape[:-1]), default=0)
 
 
@@ -263,8 +245,8 @@ def _last(states: Tensor, length: int) -> Tensor:
 
 
 def fill_cache(cache: Any, kept: int, more: list[LayerCache]) -> Any:
-    """Append keys and values [B, Hkv, T, D] per layer to a cache that holds `kept` tokens, through its own `update`; a
-    recurrent layer's inputs [B, C, K] and state take the place of what it has."""
+    """Append keys and values [B, Hkv, T, D] per layer to a cache of `kept` tokens by its own `update`; a recurrent
+    layer's inputs [B, C, K] and state replace what it has."""
     if int(cache.get_seq_length()) != kept:
         raise RuntimeError(
             f"the cache changed during generation: it held {kept} tokens and now holds {cache.get_seq_length()}"

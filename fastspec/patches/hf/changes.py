@@ -46,21 +46,15 @@ from fastspec.patches.hf.replaced import has_replaced_methods, replaced_function
 PLAIN = frozenset((bool, int, float, str, type(None)))
 HOLDERS = frozenset((list, tuple, dict, set))
 SMALL = 1 << 16
-"""Elements up to which a tensor's values are read; a larger one is known by its place and torch's count of its
-changes."""
+"""Elements up to which a tensor's values are read; a larger one is known by its place and count of changes."""
 _read: Any = WeakIdKeyDictionary()
 """Tensors on a device -> (place, changes, values): they are read once for each change."""
 
 
 class ModuleSettings:
-    """The attributes and buffers of a model's modules and its configurations, as they are now; they live on as long as
-    this does.
-
-    Rounds are made of some of them.
-
-    Left out are names that begin with an underscore, which are torch's and transformers' own, and `training`, which
-    dropout alone reads.
-    """
+    """Attributes and buffers of a model's modules and its configurations now, of which rounds are made; they live on as
+    long as this does. Left out are `training` and names that begin with an underscore, torch's and transformers'
+    own."""
 
     def __init__(self, model: nn.Module, modules: list[nn.Module]) -> None:
         self.modules, self.mark = modules, object()
@@ -109,8 +103,7 @@ def _value(value: Any) -> Hashable:
 
 
 def _tensor_value(tensor: Tensor) -> Hashable:
-    """The values of a small tensor. On another device than the CPU they are those of the last change that torch counts,
-    which one by `.data` is not."""
+    """Values of a small tensor; on a device those of torch's last counted change, which `.data` is not."""
     if tensor.is_meta:
         return tuple(tensor.shape)
     state = tensor.data_ptr(), change_count(tensor)
@@ -131,11 +124,10 @@ def _bytes(tensor: Tensor) -> Hashable:
 
 
 def weight_places(model: nn.Module) -> Hashable:
-    """Addresses of a model's weights, and what has a say in its modules: a captured round is good for these alone.
+    """Addresses of a model's weights, and of each module its kind, hooks but those that transformers leaves behind, a
+    forward of its own, and PEFT's active adapters: a captured round is good for these alone.
 
-    Of each module its kind, hooks but those that transformers leaves behind, a forward of its own, and which of PEFT's
-    adapters it adds. Buffers and other attributes are not among it: those are `ModuleSettings`. Raises RuntimeError
-    where another thread adds a module meanwhile.
+    Other attributes are `ModuleSettings`. Raises RuntimeError where another thread adds a module meanwhile.
     """
     places: list[int] = []
     changed: list[Hashable] = []
@@ -154,11 +146,9 @@ def weight_places(model: nn.Module) -> Hashable:
 
 
 class Identities:
-    """Cheap check whether a model's modules, hooks, weights or settings changed; what the modules held lives on as long
-    as this does.
+    """Cheap check whether a model's modules, hooks, weights or settings changed; what modules held lives on with it.
 
-    Attributes that replace others are seen where OWN_PARTS names them, or `ModuleSettings` does. A model with PEFT's
-    adapters, whose switches are others, never `holds`.
+    Attributes that replace others are seen by OWN_PARTS or `ModuleSettings`. With PEFT's adapters it never `holds`.
     """
 
     def __init__(self, model: nn.Module, former: Identities | None = None) -> None:
@@ -170,13 +160,8 @@ class Identities:
         self.filled = [held for held in self.dicts if held]
         self.sizes, self.held = list(map(len, self.filled)), self._held()
         self.own = [(own, name, own[name]) for own in self.owns for name in OWN_PARTS if name in own]
-        self.parameters = [
-            held
-            for own in self.owns
-            for each in own["_parameters"].values()
-            if each is not None
-            for held in held_tensors(each)
-        ]
+        weights = (each for module in self.modules for each in own_parameters(module).values())
+        self.parameters = [held for each in weights for held in held_tensors(each)]
         self.places = list(map(Tensor.data_ptr, self.parameters))
         self.each = list(dict(zip(self.kinds, self.modules, strict=True)).values())
         self.switched = any(PEFT_SWITCHES[0] in own for own in self.owns)
@@ -187,8 +172,7 @@ class Identities:
         """Value that stands for the weights and settings: equal to that of a `former` look where they are."""
 
     def holds(self) -> bool:
-        """True where the model is as it was. False may be wrong, True is not. Raises RuntimeError where another thread
-        adds a module."""
+        """True where the model is surely as it was. Raises RuntimeError where another thread adds a module."""
         same = (
             not self.switched
             and list(map(type, self.modules)) == self.kinds
@@ -208,8 +192,7 @@ class Identities:
         return [each for held in self.filled for each in held.values()]
 
     def _outside(self) -> Hashable:
-        """What has a say in passes and is not the modules' own: the configuration, global hooks, classes' methods, what
-        these call."""
+        """What else has a say in passes: global hooks, classes' methods, functions that these call."""
         # themselves: an address may be used again
         functions = tuple(replaced_functions(self.model, self.each) if isinstance(self.model, PreTrainedModel) else ())
         kinds = tuple((type(module).forward, has_replaced_methods(type(module))) for module in self.each)
@@ -217,8 +200,8 @@ class Identities:
 
 
 class Snapshot:
-    """Snapshot of what rounds are made of: the model's mode, its settings and the addresses of its weights. `differs()`
-    is true once one of them changed, and `changed()` says the same at less cost."""
+    """Snapshot of what rounds are made of: mode, settings and addresses of weights. `differs()` is true once one
+    changed, and `changed()` says the same at less cost."""
 
     def __init__(self, model: PreTrainedModel, former: Snapshot | None = None) -> None:
         self.model: PreTrainedModel = model
@@ -241,8 +224,7 @@ class Snapshot:
         return self._parts_now() != self._parts
 
     def changed(self) -> bool:
-        """The answer of `differs`, in a fraction of the time where nothing changed. True where the model cannot be
-        read, too: the next rounds raise the error."""
+        """The answer of `differs`, at little cost where nothing changed; True too where the model cannot be read."""
         try:
             if self._identities.holds() and self._training_now() == self._training:
                 return False
@@ -264,11 +246,8 @@ class Snapshot:
         # no autocast of the thread that asks; the batch's own has none
         with torch.autocast(device_of(self.model).type, enabled=False):
             try:
-                return (
-                    mode_for(self.model),
-                    weight_places(self.model),
-                    ModuleSettings(self.model, every_module(self.model)).values,
-                )
+                settings = ModuleSettings(self.model, every_module(self.model)).values
+                return mode_for(self.model), weight_places(self.model), settings
             except RuntimeError as error:
                 if "during iteration" not in str(error):  # of a dictionary of modules or hooks
                     raise
@@ -307,8 +286,7 @@ class WeightSample:
 
 
 BLOCK = 63
-"""Words of 8 bytes whose sum stands for them in a large tensor. Odd: where a bit flips in every word the sum changes
-too."""
+"""Words of 8 bytes that are summed up in a large tensor. Odd: a bit that flips in all changes the sum too."""
 WORDS = 1 << 14
 """Words up to which every one counts by itself."""
 SKIPPED = frozenset(vars(nn.Module())) - {"training"} | {CAPTURING_FLAG}
@@ -317,15 +295,14 @@ GOLDEN, FACTOR = -0x61C8864680B583EB, -0x40A7B892E31B1A47  # odd numbers of 64 b
 
 
 def fingerprint(model: nn.Module) -> Hashable:
-    """Key of what a model's passes follow from: names, shapes, dtypes, device types and bytes of its parameters and
-    buffers, hooks and replaced forwards, and the modules' own switches (training, active adapters and their scales).
+    """Key of what passes follow from: names, shapes, dtypes, device types and bytes of parameters and buffers, hooks,
+    replaced forwards, and the modules' own switches. Equal for equal models, wherever the weights lie.
 
-    Equal for equal models, wherever the weights lie. Any one value that changes is seen, and any change of many but by
-    a chance of about 2^-64, or where values of a tensor of more than 128 KiB change places within 504 bytes. Raises
-    `Unsupported` for weights that are not in memory.
+    Any one value that changes is seen, and any change of many but by a chance of about 2^-64, or where values of a
+    tensor of more than 128 KiB change places within 504 bytes. Raises `Unsupported` for weights that are not in
+    memory.
     """
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    check_present(model)
+    tensors = _tensors(model)
     layout = tuple((name, tuple(each.shape), str(each.dtype), each.device.type) for name, each in tensors.items())
     places = sorted({each.device for each in tensors.values()}, key=str)
     with torch.inference_mode():
@@ -334,15 +311,18 @@ def fingerprint(model: nn.Module) -> Hashable:
 
 
 def weights_digest(model: nn.Module) -> str:
-    """A short text for the names, shapes, dtypes and bytes of a model's parameters and buffers, the same in every
-    process and on every device. As sure as `fingerprint`, and refused as there."""
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    check_present(model)
+    """Text for a model's weights, the same in every process, as sure as `fingerprint` and refused as there."""
     held = hashlib.sha256()
     with torch.inference_mode():
-        for name, tensor in tensors.items():
+        for name, tensor in _tensors(model).items():
             held.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {_checksum([tensor])};".encode())
     return held.hexdigest()[:16]
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name. Raises as `check_present`."""
+    check_present(model)
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def check_present(model: nn.Module) -> None:
@@ -365,8 +345,7 @@ def _checksum(tensors: list[Tensor]) -> int:
 
 
 def _sums(tensor: Tensor) -> list[Tensor]:
-    """The words of a tensor, or sums over blocks of them, and the bytes behind its last word, int64. As few calls as
-    can be: on a GPU it is these that take the time."""
+    """Words of a tensor, or sums over blocks, and the bytes behind its last word, int64, in as few calls as can be."""
     held = tensor if tensor.is_contiguous() else tensor.contiguous()
     flat, ends = held.view(-1), tensor.nbytes % 8
     if held.data_ptr() % 8 or held.storage_offset() * held.itemsize % 8:

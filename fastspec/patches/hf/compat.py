@@ -1,6 +1,5 @@
-"""Probes of what depends on a transformers version, each with the condition of its end, and every private part of
-torch, transformers and accelerate that `patches` reads; `tests/patches/hf/test_compat.py` pins these. Fields of
-configurations are in `config_fields.py`, layers of caches in `cache.py`."""
+"""Probes of transformers versions, each with the condition of its end, and every private part of torch, transformers
+and accelerate that `patches` reads, but for `config_fields.py` and `cache.py`."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ MODULE_PARTS = "_modules", "_parameters", "_forward_hooks", "_forward_pre_hooks"
 OWN_PARTS = "forward", "_hf_hook"
 """Attributes that an instance may have of its own: someone's forward, accelerate's hook."""
 PEFT_SWITCHES = "_active_adapter", "_disable_adapters", "merged_adapters", "scaling"
-"""Attributes of PEFT's layers that choose what they add: Python's, so that a graph holds what they were at its
-capture."""
+"""Attributes of PEFT's layers that choose what they add; a graph holds what they were at its capture."""
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -66,8 +64,7 @@ def hooks_of(module: nn.Module) -> list[Any]:
 
 
 def keep_hooks(module: nn.Module, kept: Callable[[Any], bool]) -> None:
-    """Give a module new dictionaries of those of its forward hooks that `kept` is true of; the old ones stay as they
-    are."""
+    """Give a module new dictionaries of the forward hooks that are `kept`; the old ones stay as they are."""
     for name in ("_forward_hooks", "_forward_pre_hooks"):
         vars(module)[name] = OrderedDict((key, hook) for key, hook in vars(module)[name].items() if kept(hook))
 
@@ -81,8 +78,7 @@ def with_parameters(module: nn.Module, parameters: dict[str, nn.Parameter]) -> A
 
 
 def autocast_region(function: Any) -> tuple[torch.dtype, bool] | None:
-    """The dtype of the autocast region that torch's decorator opens around a function, and whether it is enabled; None
-    for a function without the decorator."""
+    """Dtype of the autocast region that torch's decorator opens around a function, and True where enabled; or None."""
     code = getattr(function, "__code__", None)
     place = "torch.amp.autocast_mode", "decorate_autocast"
     if code is None or (function.__globals__["__name__"], code.co_name) != place:
@@ -108,14 +104,13 @@ def change_count(tensor: Tensor) -> int:
 
 
 def local_part(parameter: Tensor) -> Tensor:
-    """A parameter itself, or this process's part of one that is cut. `to_local` gives a view since torch 2.13, and
-    moving that would not move the parameter's own."""
+    """A parameter itself, or this process's part of a cut one; `to_local` gives a view since torch 2.13, and moving
+    that would not move the parameter's own."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 def held_tensors(parameter: Tensor) -> list[Tensor]:
-    """Tensors with a parameter's values: itself or what this process has of it, or those inside a wrapper such as
-    torchao's, which has no address of its own."""
+    """Tensors with a parameter's values: its local part, or those inside a wrapper such as torchao's."""
     local: Any = local_part(parameter)
     wraps = type(local) not in (Tensor, nn.Parameter) and hasattr(local, "__tensor_flatten__")
     return [getattr(local, name) for name in local.__tensor_flatten__()[0]] if wraps else [local]
@@ -132,8 +127,7 @@ def is_stateful(model: Any) -> bool:
 
 
 def layer_inputs(model: Any, tokens: Tensor, embedded: Tensor) -> Tensor | None:
-    """Inputs that every layer of a decoder reads of each token beside the hidden state, [B, N, L, P], from its own
-    tables; None where there are none."""
+    """A decoder's own inputs of every layer for each token, [B, N, L, P], from its tables; or None."""
     decoder = model.get_decoder()
     if not getattr(decoder, "hidden_size_per_layer_input", 0):
         return None
@@ -161,9 +155,9 @@ STEMS = (
 
 
 def is_besides_tokens(name: str) -> bool:
-    """True where an argument of `generate` is what the first pass over a prompt takes besides its tokens: images,
-    sound, what was encoded of them, and which tokens stand for them (of every new token plain decoding says that it is
-    text). Transformers keeps a list of most, and pops what its encoders took."""
+    """True for an argument of `generate` that a prompt's first pass takes besides tokens: images, sound, what was
+    encoded of them, and the tokens that stand for them. Transformers keeps a list of most, and pops what encoders
+    took."""
     return name in FIRST_PASS or name.startswith(STEMS)
 
 
@@ -173,8 +167,7 @@ def first_inputs(model: Any, ids: Tensor, inputs: dict[str, Any]) -> dict[str, A
 
 
 def first_pass(model: Any, ids: Tensor, config: Any, inputs: dict[str, Any]) -> Any:
-    """Plain decoding's own pass over a prompt, the whole of it at once -> the model's output. Its cache is among the
-    inputs."""
+    """Plain decoding's own pass over a prompt, whole, its cache among the inputs -> the model's output."""
     whole = copy.copy(config)
     whole.prefill_chunk_size = None
     return model._prefill(ids, whole, inputs)
@@ -202,28 +195,22 @@ def own_stop_strings(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
 def plain_decoding(
     model: Any, given: dict[str, Any], ids: Tensor, processors: Any, criteria: Any, config: Any, inputs: Any
 ) -> Any:
-    """transformers' own decoding of a call that `generate` has prepared for a custom loop: `given` are the call's
-    arguments by name, the others what `generate` hands to the loop, which is not the streamer."""
+    """transformers' own decoding of a call that `generate` prepared for a custom loop: `given` are the call's
+    arguments, the others what the loop is handed."""
     decode = getattr(type(model), GENERATION_MODES_MAPPING[config.get_generation_mode(None)])
     settings = {"logits_processor": processors, "stopping_criteria": criteria, "generation_config": config}
     return decode(model, ids, **settings, streamer=given.get("streamer"), synced_gpus=in_step(model, given), **inputs)
 
 
 def in_step(model: Any, given: dict[str, Any]) -> bool:
-    """True where plain decoding of a call that an assistant cannot serve keeps processes together: in all of them or in
-    none, wherever each learned of it. Unless the call says, `generate` decides by the whole model alone, and would not
-    for one of which only layers are cut.
-    """
+    """True where plain decoding keeps all processes of a call together, whichever learned that an assistant cannot
+    serve it. `generate` itself goes by the whole model, and would not for one of which only layers are cut."""
     said = given.get("synced_gpus")
     return is_shared_out(model) if said is None else bool(said)
 
 
 def unwrapped(model: Any) -> Any:
-    """The transformers model inside what PEFT, `torch.compile` or `accelerate.prepare` wrapped around it, or the model
-    itself.
-
-    accelerate knows its own wrappers and torch's; PEFT's models hold what is inside by one of two names.
-    """
+    """The transformers model inside wrappers of PEFT, `torch.compile` or `accelerate.prepare`, or the model itself."""
     if not isinstance(model, nn.Module):
         return model
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
@@ -234,14 +221,12 @@ def unwrapped(model: Any) -> Any:
 
 
 def is_shared_out(model: Any) -> bool:
-    """True where several processes share a model's weights out by FSDP, or those of some of its layers, so that each
-    pass of one needs a pass of all."""
+    """True where processes share out a model's weights, or some layers', by FSDP: a pass of one needs all."""
     return _are_several() and any(map(is_fsdp_managed_module, model.modules()))
 
 
 def brings_weights(hook: Any) -> bool:
-    """True where a module's hook is one of FSDP's, or one of our own that goes with them: without them a pass has no
-    weights."""
+    """True where a hook is one of FSDP's or of our own, without which a pass has no weights."""
     return str(getattr(hook, "__module__", "")).startswith(("torch.distributed.", "fastspec.patches."))
 
 
@@ -256,21 +241,16 @@ def _are_several() -> bool:
 
 
 def device_of(model: Any) -> torch.device:
-    """Device that a model computes on: where its parameters are, or, where accelerate keeps them elsewhere between
-    passes, where its hooks put them.
-
-    Delete when `PreTrainedModel.device` of an offloaded model is no longer "meta".
-    """
+    """Device that a model computes on: its parameters', or where accelerate's hooks put offloaded ones. Delete when
+    `PreTrainedModel.device` of an offloaded model is no longer "meta"."""
     if model.device.type != "meta":
         return model.device
     return hooked_device(model.modules()) or model.device
 
 
 def dtype_of(model: Any) -> torch.dtype:
-    """Dtype that a model's layers compute in: the one to which FSDP2's mixed precision casts all weights for a pass, or
-    that of most weights of its decoder's matrices, without those of the LM head and the embedding, which may be cast by
-    themselves, and without what adapters put beside a layer of the model. `model.dtype` names the embedding's; it
-    stands where no matrix is in a dtype of floating point, as with weights stored in codes.
+    """Dtype that a model's layers compute in: what FSDP2's mixed precision casts to, or that of most weights of its
+    decoder's matrices but LM head, embedding and adapters; `model.dtype` where none is of floating point.
 
     torch (2.13) keeps the policy where no public name leads; delete the probe when one does.
     """
@@ -284,66 +264,51 @@ def dtype_of(model: Any) -> torch.dtype:
         if isinstance(base := module._modules.get("base_layer"), nn.Module):
             apart |= {id(each) for each in module.parameters()} - {id(each) for each in base.parameters()}
     counts: Counter[torch.dtype] = Counter()
-    owned = [own_parameters(module).values() for module in every_module(model.get_decoder())]
-    dense = [  # beside codes matrices are scales
-        own for own in owned if all(each.element_size() > 1 and each.is_floating_point() for each in own)
-    ]
-    for each in {id(each): each for own in dense for each in own}.values():
-        if each.dim() > 1 and each.is_floating_point() and id(each) not in apart:
-            counts[each.dtype] += each.numel()
-    own: torch.dtype = model.dtype
-    return counts.most_common(1)[0][0] if counts else own
+    for module in every_module(model.get_decoder()):
+        own = own_parameters(module).values()
+        # matrices beside codes are scales
+        if all(each.element_size() > 1 and each.is_floating_point() for each in own):
+            for each in own:
+                if each.dim() > 1 and id(each) not in apart:
+                    apart.add(id(each))
+                    counts[each.dtype] += each.numel()
+    dtype: torch.dtype = model.dtype
+    return counts.most_common(1)[0][0] if counts else dtype
 
 
 def stack_of(base: Any) -> Any:
-    """Module that a model gives as its decoder or base, or, where that is a model with an LM head, what is below the
-    head.
-
-    Llama 4 gives itself, since its `base_model_prefix` is no attribute of it; delete when it gives its `model`.
-    """
+    """What a model gives as its decoder or base, or what is below the LM head of that. Llama 4 gives itself, since its
+    `base_model_prefix` is no attribute of it; delete when it gives its `model`."""
     below = getattr(base, "model", None)
-    return (
-        below if below is not None and hasattr(base, "lm_head") and not hasattr(base, base.base_model_prefix) else base
-    )
+    has_head = hasattr(base, "lm_head") and not hasattr(base, base.base_model_prefix)
+    return below if below is not None and has_head else base
 
 
 CAPTURING_FLAG = "_output_capturing_hooks_installed"
-"""The attribute by which transformers remembers that its capturing hooks are on a model; it goes with the three
-below."""
+"""Attribute by which transformers remembers its capturing hooks; it goes with the three below."""
 
 
 def is_capturing_hook(hook: Any) -> bool:
-    """True where a forward hook is transformers' own, left on layers by the first output_hidden_states=True and idle
-    otherwise.
-
-    Delete this and the next two when `transformers.utils.output_capturing` no longer leaves hooks behind.
-    """
+    """True for transformers' own forward hook, left on layers by the first output_hidden_states=True, and idle. Delete
+    this and the next two when `transformers.utils.output_capturing` leaves none behind."""
     return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
 def is_unpacking_hook(hook: Any) -> bool:
-    """True where a forward hook is the one that compressed-tensors puts on a model whose weights are packed: the first
-    forward pass unpacks them and takes the hook off.
-
-    Delete this and the next when compressed-tensors, or transformers' loading, no longer leaves the weights to the
-    first pass.
-    """
+    """True for the forward hook by which compressed-tensors unpacks a model's weights at its first pass. Delete this
+    and the next when weights are not left to that pass."""
     return getattr(hook, "__name__", None) == "ct_decompress_hook"
 
 
 def unpack_weights(model: nn.Module) -> None:
-    """Let compressed-tensors unpack a model's weights, as at the model's own first pass, which an assisted call does
-    not make."""
+    """Let compressed-tensors unpack a model's weights, as its own first pass would."""
     for hook in filter(is_unpacking_hook, list(model._forward_pre_hooks.values())):
         hook(model, ())
 
 
 def dequantised_method(model: Any) -> str | None:
-    """Method of quantisation that a model's files name, where transformers has dequantised the weights that it loaded
-    of them; None of other models, and where the files are gone.
-
-    Delete when a model's configuration says so.
-    """
+    """Method of quantisation in a model's files whose weights transformers dequantised at loading; else None. Delete
+    when a model's configuration says so."""
     if vars(model).get("is_quantized") is not False:
         return None
     try:
@@ -355,10 +320,7 @@ def dequantised_method(model: Any) -> str | None:
 
 
 def names_of_weights(model: Any, keys: Iterable[str]) -> dict[str, str]:
-    """Keys of a checkpoint -> the names under which transformers loads them into a model, where it does so one by one.
-
-    Delete when a quantiser is told them.
-    """
+    """Keys of a checkpoint -> a model's names for them, one by one. Delete when a quantiser is told them."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -374,10 +336,7 @@ def names_of_weights(model: Any, keys: Iterable[str]) -> dict[str, str]:
 
 
 def has_global_hooks() -> bool:
-    """True where torch calls a hook at the forward of every module of the process.
-
-    Delete the names of torch's internals when it offers a question of its own.
-    """
+    """True where torch calls a hook at every module's forward. Delete when torch says so itself."""
     return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
 
 

@@ -1,5 +1,4 @@
-"""Sizes and kinds of a decoder's layers, read from its configuration by the names that families and releases of
-transformers give them."""
+"""Sizes and kinds of a decoder's layers, by the names that families and releases of transformers give them."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def layer_count(config: Any) -> int:
 
 def layer_shapes(config: Any) -> list[tuple[int, int, int]]:
     """Key heads, and the sizes of a key and a value, of every layer of a decoder, as its caches hold them.
-    `per_layer_config` says of every layer what differs (Gemma 4's `head_dim`); reading it from the whole raises."""
+    `per_layer_config` says of every layer what differs (Gemma 4's `head_dim`), which raises for the whole."""
     config, layers = config.get_text_config(), layer_count(config)
     if {"head_dim", "num_key_value_heads"} & set(getattr(config, "per_layer_attributes", None) or ()):
         return [_shape(config.per_layer_config[layer]) for layer in range(layers)]
@@ -47,8 +46,7 @@ DOUBLED = {"mimo_v2_flash": "sliding_attention"}
 
 
 def _shape(config: Any) -> tuple[int, int, int]:
-    """Latent attention keeps a head of latents and one of rotated channels since transformers 5.20, other layers keys
-    and values."""
+    """Latent attention keeps a head of latents and one of rotated channels since transformers 5.20."""
     latent = _setting(config, "kv_lora_rank")
     if latent:
         return 1, latent, config.qk_rope_head_dim
@@ -57,8 +55,7 @@ def _shape(config: Any) -> tuple[int, int, int]:
 
 
 def _setting(config: Any, name: str) -> Any:
-    """A setting of a configuration, None where its class knows none of this name: a key that another model has left
-    over is kept with it, and no forward reads it."""
+    """A setting of a configuration; None where its class knows none of this name: a key left over is not read."""
     return getattr(config, name, None) if name in _parameters(type(config).__init__) else None
 
 
@@ -79,17 +76,14 @@ def _heads(config: Any) -> tuple[int, int]:
 
 
 def kept_by(config: Any) -> list[int]:
-    """Whose keys and values every layer of a decoder reads: its own, or, for the last `num_kv_shared_layers`, those of
-    the last layer in front of these of the same type. Caches keep nothing for such a layer."""
+    """Layer whose keys and values each layer reads: itself, or one in front of the shared ones, of its kind."""
     config = config.get_text_config()
     layers, kinds = layer_count(config), getattr(config, "layer_types", None)
     first = layers - (_setting(config, "num_kv_shared_layers") or 0)
     if kinds is None:
         return list(range(layers))
-    return [
-        layer if layer < first else max(each for each in range(first) if kinds[each] == kinds[layer])
-        for layer in range(layers)
-    ]
+    last = {kinds[layer]: layer for layer in range(first)}  # of its kind
+    return [layer if layer < first else last[kinds[layer]] for layer in range(layers)]
 
 
 RECURRENT = "linear_attention"
@@ -106,13 +100,8 @@ def recurrent_layers(config: Any) -> list[bool]:
 def delta_shape(config: Any) -> DeltaShape:
     """The sizes of a decoder's Gated DeltaNet layers."""
     config = config.get_text_config()
-    return DeltaShape(
-        config.linear_num_key_heads,
-        config.linear_num_value_heads,
-        config.linear_key_head_dim,
-        config.linear_value_head_dim,
-        config.linear_conv_kernel_dim,
-    )
+    heads = config.linear_num_key_heads, config.linear_num_value_heads
+    return DeltaShape(*heads, config.linear_key_head_dim, config.linear_value_head_dim, config.linear_conv_kernel_dim)
 
 
 def varied_lengths(config: Any) -> list[str]:
@@ -124,8 +113,7 @@ LENGTHS = ("sliding_window", "attention_chunk_size", "max_position_embeddings")
 
 
 def table_rows(module: Any, config: Any) -> int:
-    """Rows of an embedding or an LM head, or what the configuration says where the module in its place does not: the
-    layers of `torch.ao.nn.quantized` have a method for the weight."""
+    """Rows of an embedding or an LM head; the configuration's where the module has no tensor as weight."""
     weight = getattr(module, "weight", None)
     return int(weight.shape[0] if isinstance(weight, Tensor) else config.get_text_config().vocab_size)
 
@@ -137,10 +125,8 @@ def position_limit(config: Any) -> int | None:
 
 
 def rope_bound(config: Any) -> int | None:
-    """The length up to which rotary frequencies do not depend on the length of the text, or None where they never do.
-
-    "dynamic" and "longrope" choose one set of frequencies for a whole forward pass by its largest position.
-    """
+    """Length up to which rotary frequencies do not depend on the text's, or None: "dynamic" and "longrope" choose one
+    set for a whole pass by its largest position."""
     config = config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     kind = rope.get("rope_type")

@@ -1,5 +1,4 @@
-"""A transformers mixture of experts through the backend's ops, where it is one of plain weights that a family's row
-describes."""
+"""A transformers mixture of experts through the backend's ops, where a family's row describes its plain weights."""
 
 from __future__ import annotations
 
@@ -119,8 +118,7 @@ def _routing(row: Mixture, router: Any) -> Routing:
 
 
 def experts_of(held: Any, ops: Ops) -> Callable[..., Tensor]:
-    """Experts without their router: x [T, H], chosen [T, K], their shares [T, K] -> [T, H]. By the backend where they
-    are plain."""
+    """Experts without their router: x [T, H], chosen [T, K], shares [T, K] -> [T, H]; plain ones by the backend."""
     if ops.experts is None or not are_plain(held):
         return held
     compute, kind, (gate_up, down, group) = ops.experts, _expert(Mixture(), held), _weights(held)
@@ -140,8 +138,8 @@ def _expert(row: Mixture, held: Any) -> Expert:
 
 
 def are_plain(held: Any, *, act: bool = True) -> bool:
-    """True where experts are plain weights of one dtype, or this process's part of such, with an activation that the op
-    has (or, without `act`, one that is told otherwise), and nobody else having a say in them."""
+    """True where experts are plain weights of one dtype, or this process's part, with an activation that the op has
+    (or, without `act`, any), and nobody else having a say."""
     weights = dict(held.named_parameters())
     if weights.keys() not in (WEIGHTS, WEIGHTS | BIASES) or not is_own(held) or (act and _act(held) not in ACTIVATIONS):
         return False  # quantised ones bring scales
@@ -150,8 +148,8 @@ def are_plain(held: Any, *, act: bool = True) -> bool:
 
 
 def is_mixture(row: Mixture, mlp: Any, *, stored: bool = False) -> bool:
-    """True where a feed-forward is the mixture that a row describes, of plain weights or this process's part of them,
-    or of weights that are read as `stored`, with nobody else having a say in it."""
+    """True where a feed-forward is the mixture of a row, of plain weights, this process's part of them, or weights that
+    are read as `stored`, with nobody else having a say."""
     names = {name for name, _ in mlp.named_children()}
     if names != {"experts", row.router, *filter(None, (row.shared, row.shared_gate))}:
         return False
@@ -168,11 +166,8 @@ def is_mixture(row: Mixture, mlp: Any, *, stored: bool = False) -> bool:
         return False
     side, opening = (getattr(mlp, name) if name else None for name in (row.shared, row.shared_gate))
     cut = share_of_experts(mlp.experts) is not None
-    if (cut and row.transposed) or (
-        side is not None and not (gate_of(side, row.shared_act) == SILU and _is_addend(side, cut))
-    ):
-        return False
-    return opening is None or is_plain(opening)
+    adds = side is None or (gate_of(side, row.shared_act) == SILU and _is_addend(side, cut))
+    return adds and not (cut and row.transposed) and (opening is None or is_plain(opening))
 
 
 def _are_stored(module: Any) -> bool:
@@ -180,8 +175,7 @@ def _are_stored(module: Any) -> bool:
 
 
 def _is_addend(side: Any, cut: bool) -> bool:
-    """True where a shared expert is of plain weights, or, beside experts that are cut, may be so too: its parts add up
-    with theirs."""
+    """True where a shared expert is plain, or cut beside cut experts, so that its parts add up with theirs."""
     inner, last = (side.gate_proj, side.up_proj), side.down_proj
     if all(map(is_plain, (*inner, last))):
         return True
@@ -191,11 +185,8 @@ def _is_addend(side: Any, cut: bool) -> bool:
 
 def waits_for_host(parts: Adapter, holder: Any, model: Any, ops: Ops) -> bool:
     """True where a feed-forward, or a layer with experts beside one, runs the experts' own module, which reads its
-    routing back: no graph can hold that.
-
-    Transformers' `grouped_mm` multiplies on the device in bf16 alone, its `batched_mm` always, its `eager` never.
-    Kernels of others, for weights packed in bytes, are taken to read it.
-    """
+    routing back: no graph can hold that. Transformers' `grouped_mm` stays on the device in bf16 alone, its `batched_mm`
+    always, its `eager` never; kernels of others are taken to read it."""
     if not hasattr(holder, "experts"):
         return False
     beside = bool(parts.experts) and are_plain(holder.experts)
@@ -225,7 +216,6 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_own(module: nn.Module, known: Callable[[nn.Module], bool] = is_linear) -> bool:
-    """True where nobody else has a say in what a feed-forward or its parts compute, beside transformers, which may have
-    cut experts; parts that are `known` are not asked about."""
+    """True where only transformers has a say in a feed-forward; parts that are `known` are not asked."""
     parts = (each for each in module.modules() if not known(each))
     return not any(is_foreign(each) for each in parts if parallel_style(each) is not ParallelStyle.EXPERTS)

@@ -35,8 +35,8 @@ def language_model(
     rows: int,
     capacity: int,
     tail: int,
-    taps: Any,
     ops: Ops,
+    taps: Any = None,
     drafts: bool = False,
     bounded: bool = True,
     likeliest: bool = False,
@@ -44,12 +44,8 @@ def language_model(
     dropped: Sequence[Span | None] | None = None,
     before_norm: bool = False,
 ) -> HFModel:
-    """A model of a call: the decoder of one that reads a source, else a decoder-only one; `drafts`, `bounded`,
-    `likeliest`, `first`, `dropped` and `before_norm` as for `HFModel`.
-
-    Raises Unsupported for a model that has no adapter, or one of its decoder alone, and cannot be relied on
-    (`fastspec.patches.hf.tree_check`).
-    """
+    """A model of a call: the decoder of one that reads a source, else a decoder-only one, with arguments of `HFModel`.
+    Raises Unsupported for one without an adapter that cannot be relied on (`fastspec.patches.hf.tree_check`)."""
     mode = mode_for(model) if source is None else Mode(None, None, dtype_of(model))
     adapter = mode.adapter
     if source is not None:

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Names of the parts of a mixture of experts, as attributes of the feed-forward or of its router or `experts`, and
-    how it computes."""
+    """Names of the parts of a mixture of experts, as attributes of the feed-forward, its router or `experts`."""
 
     router: str = "gate"
     sigmoid: bool = False
@@ -20,8 +19,7 @@ class Mixture:
     groups: str = ""
     kept: str = ""
     scale: str = ""
-    """The router's numbers of groups of experts and of those to choose from, and the factor of its shares, where it has
-    them."""
+    """The router's numbers of groups and of those to choose from, and the factor of its shares."""
     rounded: bool = True
     """True where shares are rounded to the dtype of the logits, else fp32."""
     wide: bool = False
@@ -67,8 +65,8 @@ LLAMA4_EXPERTS = Mixture(
 
 @dataclass(frozen=True, slots=True)
 class PositionFactor:
-    """Factor of queries that grows with the logarithm of their positions: 1 + b * log(1 + floor((p + first)
-    / period)), with the names of these settings of the configuration, or of its `rope_parameters`."""
+    """Factor of queries by position, 1 + b * log(1 + floor((p + first) / period)), with the names of these settings of
+    the configuration, or of its `rope_parameters`."""
 
     b: str
     period: str
@@ -77,8 +75,7 @@ class PositionFactor:
     used_if: str = ""
     """The setting that says whether there is such a factor at all."""
     unrotated: bool = False
-    """True where only the layers have it that rotate nothing, and padding in front of a text counts among its
-    positions."""
+    """True where only layers have it that rotate nothing, and padding counts among the positions."""
     rounded: bool = False
     """True where the factor is rounded to the model's dtype, else fp32."""
 
@@ -101,13 +98,11 @@ class Adapter:
     mlp: str = "mlp"
     mixer_out_norm: str = ""
     mlp_out_norm: str = ""
-    """Norms of what attention and feed-forward add, where there are any; a family without norms of what they read has
-    "" for those."""
+    """Norms of what attention and feed-forward add; without norms of what they read those are ""."""
     qk_norm: bool = False
     """True where each head's queries and keys are normed."""
     heads_norm: str = ""
-    """The norm of an attention that has no weight, for every head's queries and keys, where there is one. It stands
-    behind the rotation, which leaves a mean square as it is."""
+    """The norm without a weight of every head's rotated queries and keys, whose mean square is as before."""
     normed_if: str = ""
     """The attribute of an attention that says whether they are, where not all models do so."""
     wide_qk_norm: bool = False
@@ -152,15 +147,13 @@ class Adapter:
     norms_values: bool = False
     """True where values are normed, without a weight."""
     layer_input: str = ""
-    """The module of a layer that opens a gate for the layer's own input of every token, which goes through
-    `layer_input_out` and `layer_input_norm`; some models have none."""
+    """The gate for a layer's own input of every token, which `layer_input_out` and `layer_input_norm` follow."""
     layer_input_out: str = "per_layer_projection"
     layer_input_norm: str = "post_per_layer_input_norm"
     layer_scale: str = ""
     """The attribute of a layer that its output is multiplied by."""
     experts: str = ""
-    """The experts that some models have beside a dense feed-forward, with their `router`, and the norms below: of what
-    the dense one gives, of what experts read and of what they give."""
+    """Experts beside a dense feed-forward, their `router`, and norms of the dense result, their input and result."""
     router: str = "router"
     dense_out_norm: str = "post_feedforward_layernorm_1"
     experts_norm: str = "pre_feedforward_layernorm_2"
@@ -190,8 +183,7 @@ class Adapter:
     mixture: Mixture | None = None
     """That of the layers that have one."""
     unless: tuple[str, ...] = ()
-    """Settings under which the family is another one, if they are neither None nor False: such a model has no
-    adapter."""
+    """Settings under which a model has no adapter, if they are neither None nor False."""
 
 
 GEMMA2 = Adapter(
@@ -356,14 +348,12 @@ ADAPTERS = {
 
 
 BY_SLOT = {"doge": "keep_window_size", "llama4_text": "floor_scale"}
-"""Model type of a decoder -> the setting past which a layer's own forward counts slots of the cache, which hold draft
-nodes out of order."""
+"""Model type -> setting past which a layer's own forward counts slots, in which draft nodes lie out of order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seq2Seq:
-    """Names of the parts of one encoder-decoder `model_type`, as attributes of its decoder, and how positions come
-    in."""
+    """Names of the parts of one encoder-decoder `model_type`, in its decoder, and how positions come in."""
 
     model_type: str
     relative: bool = False

@@ -126,8 +126,7 @@ def for_file(name: str, tensor: Tensor, layout: Layout, bits: int) -> Tensor:
 
 
 class NoWeight:
-    """Stand-in for the dense weight of a packed layer, which has none: it tells its device and the dtype of products,
-    by which PEFT places an adapter, and refuses all else by name."""
+    """Stand-in for a packed layer's dense weight: tells PEFT its device and dtype, and refuses all else by name."""
 
     _is_hf_initialized = True
     """True for transformers, so that it draws no values for it."""
@@ -145,8 +144,7 @@ class NoWeight:
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer of a GPTQ or AWQ checkpoint: it holds the packed tensors alone, dequantises in each pass, and its
-    `state_dict` has the file's tensors."""
+    """A linear layer of packed tensors alone, dequantised in each pass; its `state_dict` has the file's tensors."""
 
     qweight: nn.Parameter
     qzeros: nn.Parameter
@@ -154,18 +152,12 @@ class PackedLinear(nn.Linear):
     g_idx: nn.Parameter | None
 
     def __init__(
-        self,
-        layout: Layout,
-        bits: int,
-        group_size: int,
-        in_features: int,
-        out_features: int,
-        tensors: Mapping[str, Tensor],
+        self, layout: Layout, bits: int, group_size: int, depth: int, channels: int, tensors: Mapping[str, Tensor]
     ) -> None:
         """`tensors` are those of the file, bias [M] among them; on the meta device they are yet to be loaded."""
         nn.Module.__init__(self)
         self.layout, self.bits, self.group_size = layout, bits, group_size
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features, self.out_features = depth, channels
         for name in (*TENSORS, "bias"):
             held = tensors.get(name)
             self.register_parameter(name, None if held is None else nn.Parameter(held, requires_grad=False))
@@ -203,8 +195,7 @@ class PackedLinear(nn.Linear):
         return reference.dequantised(self.stored(), self.scales.dtype)
 
     def _zeros_and_groups(self) -> tuple[Tensor | None, Tensor | None]:
-        """Zero points, None where all are the middle; groups, None where they come in turn. Values are looked at once
-        for each change of the tensors."""
+        """Zero points and groups, None where all are the usual; looked at once for each change."""
         held = self.qzeros, self.g_idx
         state = tuple((each.data_ptr(), change_count(each)) for each in held if each is not None)
         if self._tables is None or self._tables[0] != state:
@@ -243,8 +234,7 @@ class PackedLinear(nn.Linear):
 
 
 def layout_of(given: Mapping[str, Any]) -> Layout | None:
-    """Layout that a `quantization_config` names, None where its method is another. Raises Unsupported for what of these
-    methods is not read."""
+    """Layout that a `quantization_config` names, None for another method. Raises Unsupported for what is not read."""
     method = str(given.get("quant_method", "")).lower().removeprefix("intel/")
     if method not in FORMAT_FIELDS:
         return None
@@ -268,8 +258,7 @@ def layout_of(given: Mapping[str, Any]) -> Layout | None:
 
 
 def replace_layers(model: Any, given: Mapping[str, Any], files: Sequence[str]) -> None:
-    """Put a `PackedLinear` on the meta device in the place of every layer that the files pack. Raises Unsupported for a
-    tensor that is not read, before any is."""
+    """Put a `PackedLinear` in place of each layer that files pack. Raises Unsupported for a tensor of another form."""
     layout, headers = layout_of(given), headers_of(files)
     assert layout is not None
     unread = [re.compile(each) for each in model._keys_to_ignore_on_load_unexpected or ()]  # draft layers, above all
@@ -305,8 +294,7 @@ def replace_layers(model: Any, given: Mapping[str, Any], files: Sequence[str]) -
 def _packed_layer(
     layout: Layout, given: Mapping[str, Any], module: nn.Linear, own: Mapping[str, Header]
 ) -> PackedLinear:
-    """A layer on the meta device for tensors of these headers: bits and group are theirs, since one file may mix
-    them. Raises Unsupported for shapes and dtypes of others."""
+    """A layer on the meta device for these headers, which have bits and groups. Raises Unsupported for others."""
     depth, count = module.in_features, module.out_features
     lost = [name for name in TURNED if name not in own]
     if lost:
@@ -338,8 +326,7 @@ def _packed_layer(
         size = named
     if not 0 < groups <= depth or -(-depth // size) != groups:
         raise Unsupported(f"{groups} groups do not fit {depth} input channels")
-    meta = {
-        name: torch.empty(header.shape, dtype=FLOATS.get(header.dtype, torch.int32), device="meta")
-        for name, header in own.items()
-    }
+    meta = {}
+    for name, header in own.items():
+        meta[name] = torch.empty(header.shape, dtype=FLOATS.get(header.dtype, torch.int32), device="meta")
     return PackedLinear(layout, int(bits), size, depth, count, meta)

@@ -17,15 +17,14 @@ from fastspec.patches.hf.quantised import base_of, format_of, read
 
 
 def projections(parts: Adapter, attn: Any) -> list[Any]:
-    """The linear layers that make queries, keys and values, one or, where an attention has no keys or no values of its
-    own, fewer."""
+    """The linear layers that make queries, keys and values: one, or fewer for an attention without own ones."""
     names = (parts.qkv,) if parts.qkv else ("q_proj", "k_proj", "v_proj")
     return [each for name in names if (each := getattr(attn, name, None)) is not None]
 
 
 def product_slots(model: Any) -> list[Any]:
-    """Modules of a decoder whose products `product_of` makes: projections of attention and of recurrent layers, dense
-    feed-forwards, experts that are read as stored, and the LM head; of LoRA layers those inside."""
+    """Modules of a decoder whose products `product_of` makes: projections, dense feed-forwards, experts that are read
+    as stored, and the LM head; of LoRA layers those inside."""
     parts = adapter_for(model)
     if parts is None:
         return []
@@ -62,25 +61,21 @@ def holds_stored(mlp: Any) -> bool:
 
 
 def reads_packed(model: Any) -> bool:
-    """True where passes over a model with an adapter read all weights as stored that its library would unpack at the
-    first forward pass."""
+    """True where passes over an adapted model read all weights as stored that its library would unpack."""
     slots = set(map(id, product_slots(model)))
     packed = [module for module in model.modules() if (row := format_of(module)) is not None and row.unpacked]
     return all(id(module) in slots and not isinstance(read(module), str) for module in packed)
 
 
 def keeps_activations(model: Any) -> bool:
-    """True of a model with quantised weights that are read as stored, none of which rounds activations in its own
-    forward."""
+    """True of quantised weights that are read as stored, where no layer's own forward rounds activations."""
     held = [(row, module) for module in model.modules() if (row := format_of(module)) is not None]
-    return any(not isinstance(read(module), str) for _, module in held) and not any(
-        row.rounds(each) for row, each in held
-    )
+    stored = any(not isinstance(read(module), str) for _, module in held)
+    return stored and not any(row.rounds(each) for row, each in held)
 
 
 def told_formats(model: Any, stored: bool) -> tuple[dict[str, int], dict[str, int]]:
-    """For `report`: formats of quantised layers that are multiplied as stored -> how many are, and reasons for which
-    others keep their own forward -> how many do."""
+    """For `report`: formats that are multiplied as stored -> layers, and reasons for own forwards -> layers."""
     slots, together = set(map(id, product_slots(model))), stored and reads_packed(model)
     held: Counter[str] = Counter()
     kept: Counter[str] = Counter()
@@ -104,9 +99,8 @@ def told_formats(model: Any, stored: bool) -> tuple[dict[str, int], dict[str, in
 
 
 def pack_model(model: Any, *, experts: bool = True) -> list[Tensor]:
-    """Pack the query, key, value and the gate and up weights of a model's plain layers, or what this process has of
-    them, and turn the weights of `experts` that lie with their outputs side by side; returns the tensors that were
-    moved."""
+    """Pack query, key and value, and gate and up weights of plain layers, or this process's part, and turn those of
+    `experts` that are [in, out] -> the tensors that were moved."""
     parts = adapter_for(model)
     moved: list[Tensor] = []
     if parts is None:
@@ -140,9 +134,8 @@ def pack_layer(parts: Adapter, layer: Any, *, experts: bool = True) -> list[Tens
 
 
 def reads_outliers(module: nn.Module) -> bool:
-    """True where a module is bitsandbytes' LLM.int8 layer with a threshold, whose forward asks on the host which
-    columns of its input lie above that (Dettmers et al., arXiv 2208.07339): no graph can hold that. Its 4-bit layers
-    ask nothing."""
+    """True for bitsandbytes' LLM.int8 with a threshold, whose forward asks on the host which columns lie above
+    (Dettmers et al., arXiv 2208.07339): no graph can hold that."""
     named = any(kind.__name__ == "Linear8bitLt" for kind in type(module).__mro__)
     state: Any = module.state if named else None
     return named and state.threshold > 0

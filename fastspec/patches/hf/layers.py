@@ -1,5 +1,4 @@
-"""A transformers decoder's layers as `LayerParts`: plain layers through the backend, all others through their own
-forward."""
+"""A decoder's layers as `LayerParts`: plain ones through the backend, all others through their own forward."""
 
 from __future__ import annotations
 
@@ -93,11 +92,8 @@ def _angles(model: Any, parts: Adapter, kind: str | None, count: int) -> tuple[T
 
 
 def _has_sections(rotary: Any, config: Any) -> bool:
-    """True where a rotary module takes three positions of a token, in time, height and width, each for a section of a
-    head.
-
-    Its forward takes one position for all three since transformers 5.20; until then it did not.
-    """
+    """True where a rotary module takes three positions of a token, in time, height and width; since transformers 5.20
+    its forward takes one for all three."""
     return hasattr(rotary, "mrope_section") or "mrope_section" in (getattr(config, "rope_parameters", None) or {})
 
 
@@ -115,8 +111,7 @@ def layer_parts(
     layout: LayoutKey | None = None,
     rotary: str | None = None,
 ) -> LayerParts:
-    """One decoder layer, number `index` of `state`, with what its attention sees and the rotary tables of its kind. A
-    quantised, hooked or replaced module in it keeps its own forward."""
+    """Decoder layer `index` of `state`; a quantised, hooked or replaced module in it keeps its own forward."""
     parts = parts if isinstance(state, FullAttentionState) else parts.recurrent_row or parts
 
     factor = getattr(layer, parts.residual_scale) if parts.residual_scale else None
@@ -215,8 +210,7 @@ def _attention(
 
 
 def _refuse_other_sizes(attn: Any, inputs: Sequence[nn.Module], size: int, width: int | None) -> None:
-    """Raise Unsupported for an attention whose heads are not of a size, or whose plain projections do not give so many
-    channels, as a model with pruned heads has it: its keys and values are kept in the sizes of the configuration."""
+    """Raise Unsupported for an attention of other heads or channels than its configuration, as after pruning."""
     plain = [each for each in inputs if isinstance(each, nn.Linear) and is_plain(each)]
     found = sum(len(local_part(each.weight)) for each in plain) if len(plain) == len(inputs) else width
     if attn.head_dim != size or (width is not None and found != width):
@@ -230,8 +224,7 @@ def _refuse_other_sizes(attn: Any, inputs: Sequence[nn.Module], size: int, width
 def _head_norms(
     parts: Adapter, attn: Any, state: FullAttentionState, owns: bool
 ) -> tuple[Tensor | None, Tensor | None, float]:
-    """The weights of the norms of each head's queries and keys, and what these add to a mean square; an attention that
-    does not own its keys has no norm for them."""
+    """Weights of the norms of each head's queries and keys, and what these add to a mean square."""
     if norms_heads(parts, attn):
         norms = attn.q_norm, attn.k_norm if owns else attn.q_norm
         eps, other = (getattr(each, parts.eps) for each in norms)
@@ -277,8 +270,7 @@ def _gated_delta(parts: Adapter, net: Any, ops: Ops, state: LayerState, index: i
 
 
 def _by_kind(net: Any) -> Tensor:
-    """Places where queries, keys, values, gates, b and a stand in products that hold them key head by key head, in that
-    order."""
+    """Places of queries, keys, values, gates, b and a in products that hold them key head by key head."""
     per = net.num_v_heads // net.num_k_heads
     wide, narrow = (net.head_k_dim, net.head_k_dim, per * net.head_v_dim, per * net.head_v_dim), (per, per)
     first = torch.arange(net.num_k_heads * sum(wide), device="cpu").view(net.num_k_heads, -1).split(wide, 1)
@@ -306,8 +298,8 @@ def product_of(modules: Sequence[Any], ops: Ops) -> Linear: ...
 @overload
 def product_of(modules: Sequence[Any], ops: Ops, *, parts: bool) -> Product: ...
 def product_of(modules: Sequence[Any], ops: Ops, *, parts: bool = False) -> Product:
-    """Linear layers over one input, their outputs side by side; `parts` as in `product`. Of layers that several
-    processes hold, what each puts out where the plan leaves that apart, else the whole."""
+    """Linear layers over one input, outputs side by side; `parts` as in `product`. Of cut layers what each process puts
+    out where the plan leaves that apart, else the whole."""
     if all(map(is_plain, modules)):
         return product(ops, modules, parts=parts)
     shares = [share for share in map(share_of, modules) if share is not None]
@@ -350,8 +342,8 @@ def times(factor: float, norm: Norm) -> Norm:
 
 
 def vocabulary_of(model: Any, parts: Adapter, ops: Ops, *, likeliest: bool = False) -> Linear:
-    """The LM head, hidden states [..., H] -> logits [..., V], scaled or soft-capped where the family does so; with
-    `likeliest`, of one that several processes hold, the likeliest token [..., 1] int64."""
+    """The LM head, hidden states [..., H] -> logits [..., V], scaled or soft-capped as the family does; with
+    `likeliest`, of a cut one, the likeliest token [..., 1] int64."""
     lm_head, config = lm_head_of(model, parts), model.config.get_text_config()
     scales = not is_wrapped(model) or model.config.model_type in parts.scaled_around
     names = parts.final_cap, parts.logit_scale if scales else "", parts.logit_divisor if scales else ""
@@ -385,8 +377,7 @@ def norm_of(module: Any, ops: Ops, parts: Adapter) -> Norm:
 
 
 def mlp_of(parts: Adapter, mlp: Any, ops: Ops) -> Product:
-    """The feed-forward: fused where it is plain and gated by SiLU or GELU, a mixture of experts by the backend's op
-    where it has one."""
+    """The feed-forward: fused where plain and gated by SiLU or GELU, a mixture by the backend's op if it has one."""
     dense = parts.gated_mlp and hasattr(mlp, "gate_proj")
     own = is_own(mlp)
     inner = weights_of((mlp.gate_proj, mlp.up_proj)) if dense and own else None

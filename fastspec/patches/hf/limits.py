@@ -1,5 +1,4 @@
-"""Limits: what each layer of a decoder sees of a text, and how long a text the model can be given in an assisted
-call."""
+"""Limits: what each layer of a decoder sees of a text, and how long a text an assisted call can be given."""
 
 from __future__ import annotations
 
@@ -33,12 +32,9 @@ MAKERS = {
 
 
 def layer_spans(model: Any) -> list[Span | None]:
-    """Positions that the queries of each layer see in one pass, a span or the whole text (None): what the masks say
-    that the decoder's forward makes.
-
-    Configurations hold windows that a forward never reads, and kinds of layers that it does not tell apart. A forward
-    that makes its masks by none of `MAKERS` is taken to do as the configuration says.
-    """
+    """Positions that each layer's queries see in a pass, a span or the whole text (None), by the masks that the
+    decoder's forward makes: configurations hold windows and kinds of layers that it never reads. A forward that makes
+    its masks by none of `MAKERS` is taken to do as the configuration says."""
     config, layers = model.config.get_text_config(), layer_count(model.config)
     words = _read_by(tuple((each, vars(each).get("forward")) for each in type(stack_of(model.get_decoder())).__mro__))
     made = {kind for maker, kind in MAKERS.items() if maker in words}
@@ -53,8 +49,7 @@ def layer_spans(model: Any) -> list[Span | None]:
 
 @cache
 def _read_by(forwards: tuple[tuple[type, Any], ...]) -> frozenset[str]:
-    """The names and strings that the forwards of a decoder's class and of its bases read, with the functions of their
-    own modules that they call."""
+    """Names and strings that these forwards read, with the functions of their own modules that they call."""
     found: set[str] = set()
     for each, forward in forwards:
         waiting: list[Any] = [forward]
@@ -90,12 +85,8 @@ def _span(config: Any, kind: str) -> Span | None:
 
 
 def dropped_spans(model: Any, cache: Any = None) -> tuple[Span | None, ...]:
-    """Spans that transformers' cache, this one or the one that it makes for the model, leaves of the text between
-    passes to layers that see the whole of it in each; None for the other layers.
-
-    A cache goes by the configuration alone. Plain decoding sees the whole of a prompt there, and at each new token no
-    more than the span.
-    """
+    """Spans that transformers' cache, this one or the model's, leaves between passes of a text to layers that see the
+    whole; None for others. It goes by the configuration alone, so that only a prompt is seen whole."""
     config, spans = model.config.get_text_config(), layer_spans(model)
     names = [name for name in LAYER_KINDS.values() if getattr(config, name, None)]
     if all(span is not None for span in spans) or not names or model.config.is_encoder_decoder:
@@ -106,14 +97,13 @@ def dropped_spans(model: Any, cache: Any = None) -> tuple[Span | None, ...]:
 
 
 DROPS_CACHES = Version(transformers.__version__) < Version("5.20")
-"""True where Phi's `prepare_inputs_for_generation` takes a text's cache away where longer rotary frequencies begin, if
-it has such or not: padded texts go on with other tokens than they would from the cache."""
+"""True where Phi's `prepare_inputs_for_generation` takes the cache away where longer rotary frequencies begin."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A number of tokens that a call must stay within; `why` goes on from "the call may reach 9 tokens, and". With
-    `slots` the slots of the cache count, drafts and room for growth among them."""
+    """Tokens that a call must stay within; `why` goes on from "the call may reach 9 tokens, and". With `slots` drafts
+    and room for growth count too."""
 
     tokens: int
     why: str
@@ -121,15 +111,13 @@ class Limit:
 
 
 def length_limits(model: Any, *, generic: bool, drafts: bool) -> list[Limit]:
-    """All that limits a model's calls; `generic` says whether it runs by its own modules. Where `drafts` are all that
-    it gives, only what would raise is too long."""
+    """All that limits a model's calls, by its own modules if `generic`; of `drafts` only what would raise."""
     found = [*_by_position(model), *(_by_module(model) if generic else ())]
     return [limit for limit in found if limit.slots] if drafts else found
 
 
 def check_length(model: Any, limits: list[Limit], capacity: int, tail: int) -> None:
-    """Raise Unsupported for a call of up to `capacity` tokens a row and trees of `tail` nodes, if it may go past a
-    limit."""
+    """Raise Unsupported for a call of `capacity` tokens a row and trees of `tail` nodes that may go past a limit."""
     for limit in limits:
         spare = tail + EXTENT_BUCKET if limit.slots else 0
         if capacity + spare > limit.tokens:
@@ -139,8 +127,7 @@ def check_length(model: Any, limits: list[Limit], capacity: int, tail: int) -> N
 
 
 def check_padding(model: Any, padding: int, slots: int) -> None:
-    """Raise Unsupported for a call of up to `slots` tokens a row, `padding` among them, whose queries would be scaled
-    by where they stand with the padding counted."""
+    """Raise Unsupported where queries would be scaled by positions in which `padding` of `slots` tokens counts."""
     row = ADAPTERS.get(model.config.get_text_config().model_type)
     factor = None if row is None else row.position_factor
     if factor is None or not factor.unrotated or not padding:
@@ -164,9 +151,8 @@ def _by_position(model: Any) -> Iterator[Limit]:
 
     size = getattr(config, "original_max_position_embeddings", None)
     if DROPS_CACHES and config.model_type in ("phi3", "phimoe", "phi4_multimodal") and isinstance(size, int):
-        yield Limit(
-            size, f"transformers {transformers.__version__} begins this family's caches anew past {size} tokens"
-        )
+        why = f"transformers {transformers.__version__} begins this family's caches anew past {size} tokens"
+        yield Limit(size, why)
 
 
 def _by_module(model: Any) -> Iterator[Limit]:
@@ -181,21 +167,16 @@ def _by_module(model: Any) -> Iterator[Limit]:
         yield Limit(size, why, True)
     if "local" in (getattr(config, "attention_layers", None) or ()):  # GPT-Neo's
         size = config.window_size
-        yield Limit(
-            size,
-            f"its local layers count a window of {size} slots (window_size), where draft nodes lie out of order",
-            True,
-        )
-    triangles = [
-        b.shape[-1] for b in model.buffers() if b.dim() == 4 and b.shape[:2] == (1, 1) and b.shape[2] == b.shape[3] > 1
-    ]
+        why = f"its local layers count a window of {size} slots (window_size), where draft nodes lie out of order"
+        yield Limit(size, why, True)
+    masks = [tuple(each.shape) for each in model.buffers() if each.dim() == 4 and each.shape[:2] == (1, 1)]
+    triangles = [columns for _, _, rows, columns in masks if rows == columns > 1]
     if triangles:
         yield Limit(min(triangles), f"its causal masks end at {min(triangles)} slots of the cache", True)
 
 
 def counts_padding(model: Any) -> bool:
-    """True where plain decoding gives padding positions of a table: a forward on the instance does not name the
-    position_ids that the class's takes, for which transformers would prepare them."""
+    """True where a forward on the instance names no position_ids, so that padding takes positions of a table."""
     if "forward" not in vars(model):
         return False
     own, given = (inspect.signature(each).parameters for each in (type(model).forward, model.forward))
@@ -203,11 +184,7 @@ def counts_padding(model: Any) -> bool:
 
 
 def position_rows(model: Any) -> int | None:
-    """Number of positions that a model's decoder can tell apart, or None where it computes any.
-
-    Rotary embeddings are computed for any position, and XGLM's sinusoidal table, which makes its weights, grows. Any
-    other table of positions ends where the configuration says.
-    """
+    """Number of positions that a decoder can tell apart; None for rotary ones and a table that grows."""
     limit = position_limit(model.config)
     if limit is None:
         return None

@@ -38,10 +38,15 @@ def plain_layouts(nodes: Nodes) -> Mapping[LayoutKey, AttentionLayout]:
     return cast(Mapping[LayoutKey, AttentionLayout], nodes.layouts)
 
 
+def mask_of(layout: AttentionLayout, dtype: torch.dtype) -> Tensor:
+    """The mask of a layout as a model's own forward adds it to scores: 0, or the lowest number of the dtype."""
+    hidden = ~layout.visible
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, torch.finfo(dtype).min)
+
+
 def _check_depth(model: Any, depth: int) -> None:
-    """Raise Unsupported for a decoder of transformers' own with fewer layers than its configuration says, since states
-    would be kept, and handed back, of layers that never run; and for one whose layers are numbered otherwise, as after
-    pruning: plain decoding keeps states by these numbers, and takes a text's length from the first."""
+    """Raise Unsupported for a decoder of transformers' own with fewer layers than its configuration says, whose states
+    would be handed back though they never run, or numbered otherwise, as after pruning: caches go by the numbers."""
     decoder = decoder_of(model)
     name = type(decoder).__name__
     if not type(decoder).__module__.startswith("transformers."):
@@ -64,19 +69,16 @@ def _check_depth(model: Any, depth: int) -> None:
 
 class HFModel(Target):
     """The target of one generate call: `rows` sequences of at most `capacity` tokens, and `tail` nodes of a tree behind
-    them.
+    them. With an adapter the layers' modules are called in a plain loop, without one the model's forward as it is, with
+    a 4-D mask and a cache that writes into the same buffers.
 
-    `taps` are indices into transformers' hidden_states; () gives the last hidden state after the final norm; None
-    leaves the features empty. With `before_norm` a tap after the last layer is before the final norm. With an adapter
-    the layers' own modules are called in a plain loop; without one the model's forward runs as it is, with a 4-D mask
-    and a cache that writes into the same buffers.
-
-    With `drafts` its tokens are nothing but drafts: texts may go past what the model reads exactly. Where it is
-    `bounded`, layers that see a span of the text keep no more of it than that. With `likeliest` nobody reads more of
-    the logits than the likeliest tokens, see `Target.score`. Buffers have `first` slots at first, see `SequenceState`.
-    `dropped` is what transformers' cache of the call leaves of layers that see the whole text (None: that of the
-    model's own cache): a prompt's tokens see all of the text, and nodes that span. `early` = (target, k) makes the
-    target's own first k layers, its final norm and its LM head a model on the target's cache.
+    `taps` are indices into transformers' hidden_states, the last one before the final norm if `before_norm`; () gives
+    the last hidden state after it, None no features. With `drafts` texts may go past what the model reads exactly.
+    Where it is `bounded`, layers keep no more of a text than the span that they see. With `likeliest` nobody reads more
+    of the logits, see `Target.score`. `first` is that of `SequenceState`. `dropped` is what transformers' cache of the
+    call leaves of layers that see the whole text (None: that of the model's own cache): a prompt's tokens see all of
+    it, and nodes that span. `early` = (target, k) makes the target's first k layers, final norm and LM head a model on
+    its cache.
     """
 
     def __init__(
@@ -87,8 +89,8 @@ class HFModel(Target):
         rows: int,
         capacity: int,
         tail: int,
-        taps: tuple[int, ...] | None,
         ops: Ops,
+        taps: tuple[int, ...] | None = None,
         early: tuple[HFModel, int] | None = None,
         drafts: bool = False,
         bounded: bool = True,
@@ -135,8 +137,7 @@ class HFModel(Target):
             else None
             for layer, (state, _) in enumerate(self.state.places)
         ]
-        """What every layer sees, None for one with a recurrent state; transformers' own attention takes a mask per
-        query."""
+        """What every layer sees, None for one with a recurrent state; masks are per query."""
         self.whole_prompts = {
             key for key, span in zip(self.layout_keys, dropped, strict=False) if span is not None and key is not None
         }
@@ -146,11 +147,9 @@ class HFModel(Target):
                 f"the cache of {type(model).__name__} keeps windows of some layers (sliding_window, layer_types), and "
                 "its forward makes one mask for all: set both to None, or leave out assistant="
             )
-        self.shift: Tensor | None = (
-            torch.zeros(rows, dtype=torch.long, device=self.state.lengths.device) if is_wrapped(model) else None
-        )
-        if early is not None:
-            self.shift = early[0].shift
+        self.shift: Tensor | None = None if early is None else early[0].shift
+        if early is None and is_wrapped(model):
+            self.shift = torch.zeros(rows, dtype=torch.long, device=self.state.lengths.device)
         """[B] what is added to the number of a token for its position, where images in front of it took more or fewer
         positions than tokens."""
         self.tables: dict[str | None, Rotary] = {}
@@ -163,9 +162,7 @@ class HFModel(Target):
 
     def _can_capture(self, parts: Adapter) -> bool:
         layers = getattr(decoder_of(self.model), parts.layers)
-        holders = [
-            holder for layer in layers for holder in (getattr(layer, parts.mlp), *((layer,) if parts.experts else ()))
-        ]
+        holders = [getattr(layer, parts.mlp) for layer in layers] + (list(layers) if parts.experts else [])
         waits = any(waits_for_host(parts, holder, self.model, self.ops) for holder in holders)
         return not waits and not any(is_watched(module) or reads_outliers(module) for module in self.model.modules())
 
@@ -176,10 +173,8 @@ class HFModel(Target):
         kinds = rotary_kinds(parts, layers, self.model.config.get_text_config())
         self.kinds = tuple(dict.fromkeys(kinds))
         places, keys = self.state.places, self.layout_keys
-        self.layers = [
-            layer_parts(parts, layer, ops, *places[index], layout=keys[index], rotary=kinds[index])
-            for index, layer in enumerate(layers)
-        ]
+        for layer, place, key, kind in zip(layers, places, keys, kinds, strict=False):
+            self.layers.append(layer_parts(parts, layer, ops, *place, layout=key, rotary=kind))
         named = [getattr(self.model.config, name, None) for name in parts.hides] if self.shift is not None else []
         named = [token for token in named if token is not None]
         self.hidden_tokens = torch.tensor(named, device=self.lengths.device) if named else None
@@ -195,8 +190,7 @@ class HFModel(Target):
             self.shift.zero_()
 
     def move(self, shift: Tensor) -> None:
-        """Begin positions shift [B] further than tokens are counted. Raises Unsupported for what is further than the
-        tables of positions reach."""
+        """Begin positions shift [B] further than tokens. Raises Unsupported beyond the tables of positions."""
         most = int(shift.max())
         if self.shift is None or most > SHIFT_ROOM:
             raise Unsupported(
@@ -244,19 +238,16 @@ class HFModel(Target):
     def _chunk(
         self, tokens: Tensor, base: Tensor, want: Tensor, counts: Tensor, extent: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Tokens [B, T], the first counts [B] real, from slot base [B] on -> logits of node want [B] of each row [B,
-        V], features [B, T, F]."""
+        """Tokens [B, T], the first counts [B] real, from slot base [B] on -> logits of node want [B], features."""
         width = tokens.shape[1]
         steps = base[:, None] + torch.arange(width, device=tokens.device)
-        layouts = self._layouts(
-            base, None, width, self.state.slots if extent is None else extent, whole=self.whole_prompts
-        )
+        extent = self.state.slots if extent is None else extent
+        layouts = self._layouts(base, None, width, extent, whole=self.whole_prompts)
         row = torch.arange(tokens.shape[0], device=tokens.device)
         # A padded chunk may reach behind the buffers, those of rings too: the last slot is never committed.
         positions, slots = steps.clamp(max=self._positions() - 1), self._wrapped(steps.clamp(max=self.state.slots - 1))
-        return self._forward(
-            tokens, Nodes(self.tables, self._shifted(positions), slots, layouts, counts=counts), (row, want)
-        )
+        nodes = Nodes(self.tables, self._shifted(positions), slots, layouts, counts=counts)
+        return self._forward(tokens, nodes, (row, want))
 
     def reserve(self, committed: int) -> int:
         committed = self.state.reserve(committed)
@@ -267,8 +258,7 @@ class HFModel(Target):
         return committed
 
     def _positions(self) -> int:
-        """Number of positions that are told apart: nodes past the length limit are never emitted, and a position table
-        may end there."""
+        """Number of positions that are told apart; nodes past the length limit are never emitted."""
         last = self.rows if self.adapter is None else self.last_position
         return min(self.state.slots, self.state.slots if last is None else last)
 
@@ -276,13 +266,12 @@ class HFModel(Target):
         extent = self.reserve(extent)
         nodes, lengths = tree.tokens.shape[1], self.state.lengths
         layouts = self._layouts(lengths, tree.ancestors, nodes, extent + nodes, tree.depths)
-        positions, slots, embedded = self.ops.tree_input(
-            tree.tokens, tree.depths, lengths, self._positions() - 1, self._table()
+        last, table = self._positions() - 1, self._table()
+        positions, slots, embedded = self.ops.tree_input(tree.tokens, tree.depths, lengths, last, table)
+        at = self._shifted(positions), self._wrapped(slots)
+        return self._forward(
+            tree.tokens, Nodes(self.tables, *at, layouts, tree.parents, tree.ancestors), None, embedded
         )
-        nodes_at = Nodes(
-            self.tables, self._shifted(positions), self._wrapped(slots), layouts, tree.parents, tree.ancestors
-        )
-        return self._forward(tree.tokens, nodes_at, None, embedded)
 
     def _wrapped(self, slots: Tensor) -> dict[int | None, Tensor]:
         """Slots [B, N] by how many a state goes round in."""
@@ -298,8 +287,7 @@ class HFModel(Target):
         depths: Tensor | None = None,
         whole: Collection[LayoutKey] = (),
     ) -> dict[LayoutKey, object]:
-        """The attention of nodes that are behind prefix [B], by what layers see; nothing is cut for those in `whole`,
-        and within `extent` slots a longer span cuts nothing."""
+        """Attention of nodes behind prefix [B], by what layers see; nothing is cut for those in `whole`."""
         made: dict[LayoutKey, object] = {}
         for key in dict.fromkeys(key for key in self.layout_keys if key is not None):
             if key.span is None or key in whole or extent <= key.span.size:
@@ -312,8 +300,7 @@ class HFModel(Target):
         return made
 
     def _table(self) -> Tensor | None:
-        """The embedding's table [V, H] where it is a plain one that a kernel may read; else the module itself is
-        called."""
+        """The embedding's table [V, H] where a kernel may read it; None where the module is called."""
         if self.adapter is None:
             return None
         embed = getattr(decoder_of(self.model), self.adapter.embed)
@@ -324,16 +311,14 @@ class HFModel(Target):
         """Tokens as the decoder gets to see them."""
         if self.hidden_tokens is None:
             return tokens
-        return torch.where(
-            torch.isin(tokens, self.hidden_tokens), self.model.config.get_text_config().pad_token_id, tokens
-        )
+        pad = self.model.config.get_text_config().pad_token_id
+        return torch.where(torch.isin(tokens, self.hidden_tokens), pad, tokens)
 
     def commit(self, verdict: Verdict, active: Tensor) -> None:
         self.state.commit(self.ops, verdict, active)
 
     def rewind(self, lengths: Tensor) -> None:
-        """Forget every row's committed tokens from lengths [B] on. Raises Unsupported where layers keep a recurrent
-        state."""
+        """Forget committed tokens from lengths [B] on. Raises Unsupported where layers keep a recurrent state."""
         if not self.rewinds:
             raise Unsupported(
                 f"{type(self.model).__name__} keeps a recurrent state, which cannot be taken back: it cannot draft"
@@ -360,8 +345,7 @@ class HFModel(Target):
         return self.state.slots
 
     def reusable(self, row: int, known: int, most: int, reached: int) -> int:
-        """The tokens of a row that another text can go on from. Those of a recurrent state are all that it has, and
-        there are none where a prompt's tokens see more than an answer's."""
+        """Tokens of a row that another text can go on from: of a recurrent state all that it has, or none."""
         count = min(known, most) if self.rewinds else int(self.lengths[row])
         whole = self.whole_prompts or count > most
         return 0 if whole or not all(kind.holds(count, reached) for kind in self.state.kinds) else count
@@ -399,21 +383,14 @@ class HFModel(Target):
         for tap, part in zip(taps, parts, strict=True):
             if kept[tap] is not part:
                 part.copy_(kept[tap])
-        return self.vocabulary(hidden if pick is None else hidden[pick]), features if taps else self._features(
-            kept, hidden
-        )
+        logits = self.vocabulary(hidden if pick is None else hidden[pick])
+        return logits, features if taps else self._features(kept, hidden)
 
     def _forward_generic(
         self, tokens: Tensor, nodes: Nodes, pick: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
         layouts, dtype = plain_layouts(nodes), dtype_of(self.model)
-        hidden_low = torch.finfo(dtype).min
-        masks: dict[LayoutKey | None, Tensor] = {
-            key: torch.zeros(layout.visible.shape, dtype=dtype, device=tokens.device).masked_fill_(
-                ~layout.visible, hidden_low
-            )
-            for key, layout in layouts.items()
-        }
+        masks: dict[LayoutKey | None, Tensor] = {key: mask_of(layout, dtype) for key, layout in layouts.items()}
         extent = max(layout.extent for layout in layouts.values())
         # Models with layers of several kinds take a mask for each; the others take one.
         types, keys = getattr(self.model.config.get_text_config(), "layer_types", None) or (), self.layout_keys
@@ -429,9 +406,8 @@ class HFModel(Target):
             return_dict=True,
             **{self.taking: cache},
         )
-        states = (
-            {at: each.to(tokens.device) for at, each in enumerate(out.hidden_states)} if self.taps is not None else {}
-        )
+        given = () if self.taps is None else out.hidden_states
+        states = {at: each.to(tokens.device) for at, each in enumerate(given)}
         logits = out.logits.to(tokens.device)  # of a model over several devices they come from the last
         return logits if pick is None else logits[pick], self._features(states, states.get(self.depth, logits))
 

@@ -41,14 +41,11 @@ from fastspec.patches.hf.replaced import (
 
 
 def model_within(holder: Any) -> str:
-    """Advice on what to pass in place of an object that holds transformers models, such as a pipeline or an engine; ""
-    for none."""
+    """Advice to pass a model inside an object instead of it, such as a pipeline or an engine; "" for none."""
     if isinstance(holder, PreTrainedModel):
         return ""
     parts = getattr(holder, "__dict__", {}) | (dict(holder.named_children()) if isinstance(holder, nn.Module) else {})
-    names = sorted(
-        f".{name}" for name, part in parts.items() if isinstance(part, PreTrainedModel) and not name.startswith("_")
-    )
+    names = sorted(f".{name}" for name, part in parts.items() if isinstance(part, PreTrainedModel) and name[0] != "_")
     return f"pass its {' or '.join(names)}" if names else ""
 
 
@@ -103,10 +100,8 @@ def _check_generic(model: PreTrainedModel, config: Any) -> None:
     missing = [p for p in ("position_ids", cache_argument(forward)) if p not in inspect.signature(forward).parameters]
     if missing:
         told = "" if home_of(forward).startswith("transformers.") else ". Name them in its signature"
-        raise Unsupported(
-            f"{name}.forward takes no {' and no '.join(missing)}: fastspec cannot tell it where a draft node stands"
-            + told
-        )
+        what = f"{name}.forward takes no {' and no '.join(missing)}"
+        raise Unsupported(f"{what}: fastspec cannot tell it where a draft node stands{told}")
     if not hasattr(config, "num_hidden_layers"):
         raise Unsupported(
             f"{name} is more than one stack of layers (its configuration has no num_hidden_layers); fastspec runs one"
@@ -119,8 +114,7 @@ def _check_generic(model: PreTrainedModel, config: Any) -> None:
 
 
 def check_masks(model: Any) -> None:
-    """Raise `Unsupported` where a model's attention takes no 4-D mask, which its own forward is given for a draft tree.
-    Whether someone else's heeds one is seen when it is tried."""
+    """Raise `Unsupported` where attention takes no 4-D mask, as trees need; someone else's is tried instead."""
     if not foreign_attention(model):
         _check_masks(type(model).__name__, model.config)
 
@@ -143,15 +137,11 @@ def refuse_foreign_masks(model: Any) -> None:
 
 
 def refuse_lost_cache(model: Any) -> None:
-    """Raise Unsupported where a model in train mode leaves its cache out under gradient checkpointing: its decoder's
-    own forward, such as GPT-2's, reads the switch, where transformers' layers also ask for gradients."""
+    """Raise Unsupported where a decoder's forward drops its cache in train mode under gradient checkpointing."""
     decoder = model.base_model
     forward = inspect.unwrap(type(decoder).forward)
-    if (
-        model.training
-        and getattr(decoder, "gradient_checkpointing", False)
-        and "gradient_checkpointing" in forward.__code__.co_names
-    ):
+    checkpoints = model.training and getattr(decoder, "gradient_checkpointing", False)
+    if checkpoints and "gradient_checkpointing" in forward.__code__.co_names:
         raise Unsupported(
             f"{type(model).__name__} in train mode leaves its cache out under gradient checkpointing: call "
             "model.eval(), or turn checkpointing off, for the calls of generate"
@@ -159,25 +149,17 @@ def refuse_lost_cache(model: Any) -> None:
 
 
 def check_decoder(model: Any) -> None:
-    """Raise `Unsupported` for an encoder-decoder model whose decoder's parts fastspec does not know, or whose loop
-    someone else changed."""
+    """Raise `Unsupported` for an encoder-decoder model of unknown parts, or whose loop someone else changed."""
     name, kind = type(model).__name__, model.config.model_type
     if kind not in SEQ2SEQ:
         raise Unsupported(
             f"{name} is an encoder-decoder model of type {kind}; fastspec knows the decoders of {', '.join(SEQ2SEQ)}"
         )
     parts, decoder = SEQ2SEQ[kind], model.get_decoder()
-    missing = [part for part in (*parts.needed, "embed_tokens") if not hasattr(decoder, part)]
-    table = None if parts.relative or missing else decoder.embed_positions
-    if (
-        missing
-        or not hasattr(model, "lm_head")
-        or (
-            table is not None
-            and not parts.counted
-            and "position_ids" not in inspect.signature(table.forward).parameters
-        )
-    ):
+    built = all(hasattr(decoder, part) for part in (*parts.needed, "embed_tokens")) and hasattr(model, "lm_head")
+    if built and not parts.relative and not parts.counted:
+        built = "position_ids" in inspect.signature(decoder.embed_positions.forward).parameters
+    if not built:
         raise Unsupported(
             f"{name} has a decoder that is not built as transformers' {kind}: fastspec cannot place draft nodes in it"
         )
@@ -200,8 +182,8 @@ def check_decoder(model: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """Mode that a model runs in now: by an adapter, or by its own forward, and the dtype that its layers compute in.
-    `why` is what keeps a model of a known family from its adapter."""
+    """Mode that a model runs in now, by an adapter or its own forward, and the dtype of its layers; `why` is what keeps
+    one of a known family from its adapter."""
 
     adapter: Adapter | None
     why: str | None
@@ -209,9 +191,8 @@ class Mode:
 
 
 def mode_for(model: Any) -> Mode:
-    """Mode that a model runs in now: its own forward for one without a row, with layers on several devices or a layer
-    whose forward belongs to someone else, under autocast, which chooses dtypes op by op in the modules' own forward, or
-    where these call someone else's function."""
+    """Mode that a model runs in now: its own forward without a row, with layers on several devices, someone else's
+    forward or functions, or under autocast, which chooses dtypes op by op in modules."""
     adapter = _row_of(model)
     why = None if adapter is None else _why_not(model, adapter)
     return Mode(adapter if why is None else None, why, dtype_of(model))
@@ -229,23 +210,18 @@ def _row_of(model: Any) -> Adapter | None:
     adapter = ADAPTERS.get(getattr(model.config.get_text_config(), "model_type", ""))
     if adapter is None or lm_head_of(model, adapter) is None:
         return None
-    return (
-        adapter
-        if all(hasattr(decoder_of(model), name) for name in (adapter.layers, adapter.norm, adapter.embed))
-        else None
-    )
+    decoder, names = decoder_of(model), (adapter.layers, adapter.norm, adapter.embed)
+    return adapter if all(hasattr(decoder, name) for name in names) else None
 
 
 def lm_head_of(model: Any, adapter: Adapter) -> Any:
     """The LM head of a model or of the one inside it, or None where it is elsewhere."""
-    return getattr(
-        model if hasattr(model, adapter.lm_head) else getattr(model, adapter.inside, None), adapter.lm_head, None
-    )
+    owner = model if hasattr(model, adapter.lm_head) else getattr(model, adapter.inside, None)
+    return getattr(owner, adapter.lm_head, None)
 
 
 def _differs_by(model: Any, adapter: Adapter) -> list[str]:
-    """Settings under which a model is built otherwise than its row says, as its configuration has them, a layer or its
-    attention: what these hold is what their forward reads."""
+    """Settings under which a model is not built as its row says, of its configuration, a layer or attention."""
     if not adapter.unless:
         return []
     layers = list(getattr(decoder_of(model), adapter.layers))
@@ -276,13 +252,8 @@ def _looped_over(model: Any, adapter: Adapter) -> list[nn.Module]:
     attention = [getattr(layer, adapter.attention) for layer in layers if hasattr(layer, adapter.attention)]
     nets = [getattr(layer, adapter.recurrent) for layer in layers if hasattr(layer, adapter.recurrent)]
     own = adapter.recurrent_row or adapter
-    names = ("q_norm", "k_norm", "v_norm") if adapter.qk_norm else ()
-    norms = [
-        getattr(each, name)
-        for each in attention
-        for name in (*names, adapter.heads_norm)
-        if name and hasattr(each, name)
-    ]
+    names = [*(("q_norm", "k_norm", "v_norm") if adapter.qk_norm else ()), *filter(None, (adapter.heads_norm,))]
+    norms = [getattr(each, name) for each in attention for name in names if hasattr(each, name)]
     inner = [module for net in nets for module in (net, net.conv1d, getattr(net, own.recurrent_norm))]
     within = [getattr(model, adapter.inside)] if hasattr(model, adapter.inside) else []
     owners = decoder, *layers, *attention
@@ -340,8 +311,7 @@ NOISE = ("drop", "jitter")
 
 
 def noise_of(modules: Iterable[nn.Module]) -> str | None:
-    """The noise that a pass of these modules adds in train mode, dropout of their own or of a module right in them: its
-    name and its size, None where there is none."""
+    """The noise that a pass of these modules adds in train mode: its name and its size, None for none."""
     for module in modules:
         name = type(module).__name__
         for label, child in module.named_children():
@@ -365,15 +335,13 @@ def mode_of(model: Any) -> str:
 
 
 def is_foreign(module: nn.Module) -> bool:
-    """True where someone else has a say in a module's forward: a hook, an override on the instance, or a class of their
-    own."""
+    """True where someone else has a say in a module's forward: a hook, an override, or a class of their own."""
     forward = type(module).forward
     home = home_of(forward).startswith(("transformers.", "torch.")) and not is_strangers(forward)
     return not home or ("forward" in module.__dict__ and not calls_original(module)) or is_watched(module)
 
 
 def is_watched(module: nn.Module) -> bool:
-    """True where someone else's Python runs at every pass of a module, a forward hook or accelerate's, which moves
-    weights: the replay of a graph would not run it."""
+    """True where someone else's Python runs at every pass of a module, which the replay of a graph would not run."""
     known = all(is_capturing_hook(hook) or is_unpacking_hook(hook) for hook in hooks_of(module))
     return has_global_hooks() or placing_hook(module) is not None or not known

@@ -31,8 +31,7 @@ GROUP = 32
 
 
 class PackedExperts(nn.Module):
-    """The experts of a gpt-oss layer as the file has them: each pass dequantises the experts that it chooses, one by
-    one, and computes what transformers' `GptOssExperts` of the dequantised weights does."""
+    """Experts of a gpt-oss layer as its file has them; each pass computes as `GptOssExperts`, one by one."""
 
     gate_up_proj_bias: nn.Parameter
     down_proj_bias: nn.Parameter
@@ -60,15 +59,9 @@ class PackedExperts(nn.Module):
     def stored(self, name: str) -> StoredExperts:
         """A product's weights as views of the module's tensors."""
         blocks, scales = (getattr(self, f"{name}_{part}").detach() for part in PARTS)
-        lines = StoredWeight(
-            blocks.flatten(2).flatten(0, 1),
-            MXFP4,
-            scales.flatten(0, 1).view(torch.float8_e8m0fnu),
-            (1, GROUP),
-            scales.shape[2] * GROUP,
-            None,
-        )
-        return StoredExperts(lines, len(blocks))
+        count, _, groups = scales.shape
+        codes, powers = blocks.flatten(2).flatten(0, 1), scales.flatten(0, 1).view(torch.float8_e8m0fnu)
+        return StoredExperts(StoredWeight(codes, MXFP4, powers, (1, GROUP), groups * GROUP, None), count)
 
     def forward(self, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:
         """Tokens [T, H], each one's experts [T, K] and their shares [T, K] -> [T, H]."""
@@ -92,8 +85,7 @@ def is_mxfp4(given: Mapping[str, Any]) -> bool:
 
 
 def replace_experts(model: Any, given: Mapping[str, Any], files: Sequence[str]) -> None:
-    """Put `PackedExperts` in the places of all experts that the files pack. Raises Unsupported for a tensor that is not
-    read, before any is."""
+    """Put `PackedExperts` in place of all experts that files pack. Raises Unsupported for a tensor that is not read."""
     headers = headers_of(files)
     packed = {key.removesuffix("_blocks").rpartition(".")[0] for key in headers if key.endswith("_blocks")}
     if not packed:

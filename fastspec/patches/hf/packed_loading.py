@@ -1,5 +1,4 @@
-"""Loading of packed checkpoints through transformers: `PackedQuantizer` puts fastspec's packed modules in the places of
-dense ones before the weights are read."""
+"""Loading of packed checkpoints through transformers: packed modules stand in before weights are read."""
 
 from __future__ import annotations
 
@@ -70,8 +69,8 @@ class PackedQuantizer(HfQuantizer):
 
 
 def take_over(config: Any, source: str, *, experts: bool, subfolder: str = "", **_: Any) -> bool:
-    """Let transformers load the model of `config` by `PackedQuantizer`, where its weights are GPTQ's or AWQ's, or, with
-    `experts`, MXFP4. Raises Unsupported for a format of theirs that is not read."""
+    """Let transformers load a model of GPTQ's or AWQ's weights, or with `experts` of MXFP4, by `PackedQuantizer` ->
+    True where it does. Raises Unsupported for a format of theirs that is not read."""
     given = quantisation_of(config)
     for name, method in OWN_FILES.items():
         if given is None and (path := Path(source, subfolder, name)).is_file():
@@ -91,9 +90,10 @@ def dequantises(config: Any, device: str) -> bool:
 
 def quantisation_of(config: Any) -> Any:
     """The `quantization_config` of a model or of its decoder, or None."""
-    return getattr(config, "quantization_config", None) or getattr(
-        config.get_text_config(decoder=True), "quantization_config", None
+    whole, decoder = (
+        getattr(each, "quantization_config", None) for each in (config, config.get_text_config(decoder=True))
     )
+    return whole or decoder
 
 
 def refuse_missing(missing: Sequence[str]) -> None:

@@ -1,10 +1,8 @@
-"""Changes that PEFT makes to the inputs of a model for the length of its own `generate`, read from the model without
-importing PEFT.
+"""Changes that PEFT makes to the inputs of a model in its own `generate`, read from the model without importing PEFT.
 
-PEFT puts its `prepare_inputs_for_generation` on the base model there. Adapters that change weights leave the inputs as
-they are. Prompt learning puts virtual tokens in front: as keys and values (prefix tuning), or as embeddings that the
-first pass reads (prompt tuning, p-tuning). Both come to keys and values that an assisted call begins with, as with a
-cache of the user's own.
+PEFT puts its `prepare_inputs_for_generation` on the base model there. Prompt learning puts virtual tokens in front: as
+keys and values (prefix tuning), or as embeddings (prompt tuning, p-tuning). Both come to keys and values that an
+assisted call begins with, as with a cache of the user's own; adapters of weights leave the inputs as they are.
 """
 
 from __future__ import annotations
@@ -49,8 +47,8 @@ def refuse_peft(owner: Any) -> None:
 
 
 def refuse_hooks_of_peft(model: Any) -> None:
-    """Raise Unsupported for adapters that follow the text by hooks: an activated LoRA, which counts from the end of a
-    pass, and those that run a pass of their own before each one (X-LoRA, Shadow)."""
+    """Raise Unsupported for adapters that follow the text by hooks: an activated LoRA, which counts from a pass's end,
+    and those that run a pass of their own before each (X-LoRA, Shadow)."""
     for hook in model._forward_pre_hooks.values():
         if str(getattr(hook, "__module__", "")).startswith("peft."):
             raise Unsupported(
@@ -63,12 +61,9 @@ def refuse_hooks_of_peft(model: Any) -> None:
 
 
 def virtual_tokens(model: Any, keep: Tensor, layers: int) -> list[LayerCache] | None:
-    """Keys and values [B, Hkv, n, D] per layer of the virtual tokens in front of prompts with the mask keep [B, T];
-    None without any.
-
-    Raises Unsupported for virtual embeddings before padding: PEFT gives no positions then, and plain decoding counts
-    the padding.
-    """
+    """Keys and values [B, Hkv, n, D] per layer of virtual tokens before prompts with the mask keep [B, T], or None.
+    Raises Unsupported for virtual embeddings before padding, which plain decoding would count, without positions of
+    PEFT's."""
     owner = peft_of(model)
     if owner is None or not owner.active_peft_config.is_prompt_learning:
         return None

@@ -1,8 +1,8 @@
-"""Formats of quantised weights: which modules hold one, and where its tensors are. This is their one place: a row of
-FORMATS for each, by the class that a library gives a module, its weight or its scheme.
+"""Formats of quantised weights, a row of FORMATS each, by the class that a library gives a module, its weight or
+scheme.
 
-A reader gives the weight as views of the module's own tensors, or the reason for which the module keeps its own
-forward. No library is imported, and nothing waits for a device.
+A reader gives the weight as views of the module's own tensors, or the reason for which it keeps its own forward. No
+library is imported, and nothing waits for a device.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ TABLE_CODES = {"nf4": NF4, "fp4": FP4}
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format: its name, what of a module has a class of the library (the module itself, or an attribute), and the
-    reader of such a module."""
+    """A format: its name, what has a class of the library (the module, or its attribute `at`), and the reader."""
 
     name: str
     library: str
@@ -63,8 +62,8 @@ class Format:
 
 
 def octets(codes: Tensor) -> Tensor:
-    """Codes of any dtype as bytes [M, B], in place. A class of tensors of another library is left behind first: torch
-    2.11 takes no operation on one where a program is looked at before its first run (kernels/ahead.py)."""
+    """Codes of any dtype as bytes [M, B], in place, without another library's class of tensors: torch 2.11 takes no
+    operation on one where kernels are compiled ahead (kernels/ahead.py)."""
     return codes.as_subclass(Tensor).detach().view(torch.uint8)
 
 
@@ -90,7 +89,7 @@ def _torchao(module: Any) -> Read:
         return f"codes are {codes.dtype} of {codes.dim()} dimensions, not int8 or e4m3 of two"
     if getattr(weight, "act_pre_scale", None) is not None:
         return "activations are scaled before they are multiplied (act_pre_scale)"
-    block = tuple(weight.block_size or shape)
+    block: tuple[int, int] = tuple(weight.block_size or shape)
     grid = -(-shape[0] // block[0]), -(-shape[1] // block[1])
     if weight.scale.numel() != grid[0] * grid[1]:
         return f"{weight.scale.numel()} scales are not one for each block of {block[0]} x {block[1]}"
@@ -101,18 +100,9 @@ def _torchao(module: Any) -> Read:
     zeros = None if zeros is None else zeros.detach().reshape(grid)
     if zeros is not None and block[0] != 1:
         return "lines share zero points"
-    return whole(
-        StoredWeight(
-            octets(codes),
-            PLAIN_CODES[codes.dtype],
-            weight.scale.detach().reshape(grid),
-            (block[0], block[1]),
-            shape[1],
-            weight.dtype,
-            zeros=zeros,
-            on_sums=sums and block[0] in (1, shape[0]),
-        )
-    )
+    kind, scales, on_sums = PLAIN_CODES[codes.dtype], weight.scale.detach().reshape(grid), block[0] in (1, shape[0])
+    made = octets(codes), kind, scales, block, shape[1], weight.dtype
+    return whole(StoredWeight(*made, zeros=zeros, on_sums=sums and on_sums))
 
 
 def _compressed(module: Any) -> Read:
@@ -128,28 +118,18 @@ def _compressed(module: Any) -> Read:
         return f"the weight is {codes.dtype}: compressed-tensors has unpacked it"
     kind: Codes = PLAIN_CODES[codes.dtype] if packed is None else PACKED_CODES[args.num_bits]
     count, depth, strategy = module.out_features, module.in_features, args.strategy
-    block = {"tensor": (count, depth), "channel": (1, depth), "group": (1, args.group_size)}.get(
-        strategy, tuple(args.block_structure or ())
-    )
+    blocks = {"tensor": (count, depth), "channel": (1, depth), "group": (1, args.group_size)}
+    block = blocks.get(strategy, tuple(args.block_structure or ()))
     if len(block) != 2:
         return f"scales of strategy {strategy!r} are not read"
-    grid = -(-count // block[0]), -(-depth // block[1])
-    zeros = None if args.symmetric else zeros
+    grid, scales = (-(-count // block[0]), -(-depth // block[1])), scales.detach()
+    scales = scales.reshape(grid) if scales.numel() == grid[0] * grid[1] else scales
+    zeros = None if args.symmetric or zeros is None else zeros.detach()
     if zeros is not None and block[0] != 1:
         return "lines share zero points"
     groups = getattr(module, "weight_g_idx", None)
-    return whole(
-        StoredWeight(
-            octets(codes),
-            kind,
-            scales.detach().reshape(grid) if scales.numel() == grid[0] * grid[1] else scales.detach(),
-            (block[0], block[1]),
-            depth,
-            scales.dtype,
-            zeros=None if zeros is None else zeros.detach(),
-            groups=None if groups is None else groups.detach().int(),
-        )
-    )
+    groups = None if groups is None else groups.detach().int()
+    return whole(StoredWeight(octets(codes), kind, scales, block, depth, scales.dtype, zeros=zeros, groups=groups))
 
 
 def _float8(module: Any) -> Read:
@@ -179,18 +159,10 @@ def _bitsandbytes(module: Any) -> Read:
     kind = TABLE_CODES.get(state.quant_type)
     if kind is None:
         return f"its table {state.quant_type!r} is not read: those of {', '.join(TABLE_CODES)} are"
+    codes, scales = octets(weight).view(count, depth // 2), state.absmax.view(count, -1)
     inner = state.state2 if state.nested else None
-    return whole(
-        StoredWeight(
-            octets(weight).view(count, depth // 2),
-            kind,
-            state.absmax.view(count, -1),
-            (1, state.blocksize),
-            depth,
-            state.dtype,
-            nested=None if inner is None else Nested(inner.code, inner.absmax, state.offset, inner.blocksize),
-        )
-    )
+    nested = None if inner is None else Nested(inner.code, inner.absmax, state.offset, inner.blocksize)
+    return whole(StoredWeight(codes, kind, scales, (1, state.blocksize), depth, state.dtype, nested=nested))
 
 
 _scales8: Any = WeakIdKeyDictionary()
@@ -328,9 +300,8 @@ LORA = "peft.tuners.lora."
 
 
 def base_of(module: Any) -> Any:
-    """The layer inside one of PEFT's LoRA layers, whose forward adds the adapters' products to the layer's own; the
-    module itself where it is none, or reads more of that layer (variants such as DoRA, merged weights to be taken
-    apart)."""
+    """The layer inside one of PEFT's LoRA layers, whose forward adds products to that; the module itself where it is
+    none, or reads more of the layer (DoRA, merged weights to be taken apart)."""
     base = module._modules.get("base_layer")
     if base is None or not type(module).__module__.startswith(LORA):
         return module
@@ -352,8 +323,7 @@ class _Product(nn.Module):
 
 
 class AdaptedLinear:
-    """A LoRA layer by its own forward, as it is at the time, but for the product of the layer inside, which is
-    another's: `product`, x [..., K] -> [..., M]."""
+    """A LoRA layer by its own forward, with `product`, x [..., K] -> [..., M], for the layer inside."""
 
     def __init__(self, module: Any, product: Callable[[Tensor], Tensor]) -> None:
         self.module, self.base = module, _Product(product)

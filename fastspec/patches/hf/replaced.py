@@ -1,5 +1,4 @@
-"""Whose code the passes of a model's modules run: functions that someone has replaced, and forwards that someone has
-wrapped."""
+"""Functions that someone has replaced, and forwards that someone has wrapped, in the passes of a model's modules."""
 
 from __future__ import annotations
 
@@ -18,27 +17,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from fastspec.patches.hf.compat import autocast_region
 from fastspec.patches.hf.config_fields import attention_name
 
-KNOWN = frozenset(
-    {
-        "transformers",
-        "torch",
-        "torchvision",
-        "accelerate",
-        "kernels",
-        "huggingface_hub",
-        "typing_extensions",
-        "numpy",
-        "scipy",
-        "PIL",
-        "timm",
-        "einops",
-        "causal_conv1d",
-        "fla",
-        "flash_attn",
-        "mamba_ssm",
-        *sys.stdlib_module_names,
-    }
-)
+OWN = ("transformers", "torch", "torchvision", "accelerate", "kernels", "huggingface_hub", "typing_extensions")
+OTHERS = ("numpy", "scipy", "PIL", "timm", "einops", "causal_conv1d", "fla", "flash_attn", "mamba_ssm")
+KNOWN = frozenset((*OWN, *OTHERS, *sys.stdlib_module_names))
 """Packages whose functions transformers' modelling files import."""
 CLASSES: tuple[tuple[type[nn.Module], tuple[str, ...]], ...] = (
     (nn.Module, ("__call__", "_call_impl")),
@@ -50,35 +31,29 @@ CLASSES: tuple[tuple[type[nn.Module], tuple[str, ...]], ...] = (
 
 
 def replaced_functions(model: Any, modules: list[nn.Module]) -> list[tuple[str, Any]]:
-    """(name, function) of each that a pass over these modules of a model would call in place of transformers' or
-    torch's own.
+    """(name, function) of each that a pass over these modules would call in place of transformers' or torch's own.
 
-    Seen are the functions under the model's `attn_implementation`, its mask's too, the files that these come from, the
-    functions in the modelling files that the modules' classes come from, the methods of these classes, those of torch's
-    layers, and `torch.nn.functional`. A function's home is where its code was written: a decorator that copies names,
-    as `functools.wraps` does, does not hide it.
+    Seen are the functions under the model's `attn_implementation`, masks too, those in the modelling files of the
+    modules' classes, methods of these, those of torch's layers, and `torch.nn.functional`. A function's home is where
+    its code was written, whatever `functools.wraps` says.
     """
     found = [*foreign_attention(model), *_strangers_in("torch.nn.functional", vars(functional))]
     for kind, names in CLASSES:
         found += _strangers_in(f"torch.nn.{kind.__name__}", {name: getattr(kind, name) for name in names})
     kinds = sorted({type(module) for module in modules}, key=lambda kind: kind.__qualname__)
-    bases = dict.fromkeys(
-        base for kind in kinds for base in kind.__mro__ if base.__module__.startswith("transformers.models.")
-    )
+    bases = {base: base.__module__ for kind in kinds for base in kind.__mro__}
+    bases = {base: home for base, home in bases.items() if home.startswith("transformers.models.")}
     for base in bases:
         if not hasattr(base, "generate"):  # a whole model has methods for much else
             found += _strangers_in(base.__name__, vars(base))
     attention = (str(getattr(value, "__module__", None)) for _, value in attention_functions(model))
-    for home in dict.fromkeys(
-        (*(base.__module__ for base in bases), *(each for each in attention if each.startswith("transformers.")))
-    ):
+    for home in dict.fromkeys((*bases.values(), *(each for each in attention if each.startswith("transformers.")))):
         found += _strangers_in(home, vars(sys.modules[home]))
     return found
 
 
 _SEEN: dict[str, tuple[dict[str, Any], list[tuple[str, Any]]]] = {}
-"""By the name of a place, what was last seen there, and which of it is someone else's: every call looks, and little
-ever changes."""
+"""Place -> what was last seen there, and which of it is someone else's: every call looks, and little changes."""
 
 
 def _strangers_in(place: str, held: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -92,11 +67,8 @@ def _strangers_in(place: str, held: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 def has_replaced_methods(kind: type[nn.Module]) -> bool:
     """True where a module's class has a method of someone else's in the place of one of transformers' own."""
-    return any(
-        _strangers_in(base.__name__, vars(base))
-        for base in kind.__mro__
-        if base.__module__.startswith("transformers.models.")
-    )
+    bases = (base for base in kind.__mro__ if base.__module__.startswith("transformers.models."))
+    return any(_strangers_in(base.__name__, vars(base)) for base in bases)
 
 
 def attention_functions(model: Any) -> list[tuple[str, Any]]:
@@ -121,8 +93,8 @@ def foreign_masks(functions: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
 
 
 def is_strangers(value: Any) -> bool:
-    """True where a value is a function whose code, or that of one that it wraps, none of the known packages holds, or
-    an object that can be called whose class none of them holds, such as a module or what a C++ extension exports."""
+    """True for a function whose code, or that of one that it wraps, none of the known packages holds, or an object that
+    can be called whose class none of them holds."""
     while value is not None:
         owner = getattr(value, "__self__", None)
         if isinstance(owner, type) and _is_unknown(owner.__module__):  # `apply` of an autograd function
@@ -139,13 +111,11 @@ def is_strangers(value: Any) -> bool:
 
 
 CARRIERS = frozenset({"torch._ops", "torch._library.custom_ops", "torch.jit", "torch.jit._script", "unittest.mock"})
-"""Homes of classes whose objects call anyone's code. Of them transformers' modelling files hold scripted functions
-alone, whose names say where they are from."""
+"""Homes of classes that call anyone's code; of transformers' own only scripted functions, which name their home."""
 
 
 def _maker_of(value: Any) -> str | None:
-    """The name of the module that what can be called comes from, its own or its class's; "" where nobody can tell, and
-    None of anything else."""
+    """Home of what can be called, its own or its class's; "" where nobody can tell, None of anything else."""
     if isinstance(value, type) or not callable(value):
         return None
     if isinstance(value, BuiltinFunctionType):
@@ -161,14 +131,13 @@ def _is_unknown(home: Any) -> bool:
 
 
 def calls_original(model: nn.Module) -> bool:
-    """True where what stands in a model's own `__dict__` as `forward` calls the class's with the same arguments and
-    returns its outputs.
+    """True where `forward` in a model's own `__dict__` calls the class's with the same arguments and returns its
+    outputs.
 
-    Followed by what is really called, since `functools.wraps` lets any decorator look like what it wraps: TRL's forward
-    with a fused LM head, which computes its own loss in training alone, and accelerate's conversion of outputs to fp32,
-    which generation does anyway. An autocast region is not followed: what it casts is the modules' own to say. Nor is a
-    forward of transformers' tensor parallelism that changes what comes in or out. Where accelerate takes its wrappers
-    off again, it goes down to the function inside the class's own decorators.
+    Followed is what is really called: TRL's forward with a fused LM head, whose own loss is for training, and
+    accelerate's conversion of outputs to fp32, which generation does anyway. Not followed are an autocast region, and
+    tensor parallelism that changes what comes in or out. Where accelerate takes its wrappers off again, it goes down to
+    the function inside the class's own decorators.
     """
     own = [type(model).forward]
     while hasattr(own[-1], "__wrapped__"):
@@ -183,8 +152,7 @@ def calls_original(model: nn.Module) -> bool:
 
 
 def autocast_inside(model: nn.Module) -> torch.dtype | None:
-    """The dtype of the autocast region that `forward` in a model's own `__dict__` opens, as accelerate's in mixed
-    precision, or None."""
+    """Dtype of the autocast region that an own `forward` opens, as accelerate's in mixed precision, or None."""
     forward: Any = model.__dict__.get("forward")
     while forward is not None:
         function = getattr(forward, "__func__", forward)

@@ -1,8 +1,5 @@
-"""Encoder-decoder models: what the encoder read, and the decoder as a `Target`.
-
-A decoder's own forward derives positions from the length of its cache, one for all rows. Here the decoder's modules are
-called in a plain loop instead, so that every node of a tree stands where its own text would put it.
-"""
+"""Encoder-decoder models: what the encoder read, and the decoder as a `Target`. Its modules are called in a plain loop,
+since its own forward derives positions from the length of its cache, one for all rows."""
 
 from __future__ import annotations
 
@@ -23,8 +20,7 @@ from fastspec.patches.hf.cache import CACHE, SlotCache, cache_argument, fill_cac
 from fastspec.patches.hf.compat import device_of
 from fastspec.patches.hf.config_fields import table_rows
 from fastspec.patches.hf.families import SEQ2SEQ
-from fastspec.patches.hf.model import HFModel, plain_layouts
-from fastspec.patches.hf.modes import check_decoder
+from fastspec.patches.hf.model import HFModel, mask_of, plain_layouts
 
 
 def refuse_seq2seq(model: Any, decoding: Any, given: dict[str, Any]) -> None:
@@ -43,22 +39,16 @@ def read_source(model: Any, given: dict[str, Any], prepared: dict[str, Any], row
     device = device_of(model)
     ids = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs")
     if ids is not None:
-        ids = (
-            ids.to(device).repeat_interleave(rows // max(1, ids.shape[0]), 0)
-            if ids.dim() == 2 and not ids.is_floating_point()
-            else None
-        )
-    mask = prepared.get("attention_mask")
-    encoder, decoder = (
-        table_rows(part.get_input_embeddings(), part.config) for part in (model.get_encoder(), model.get_decoder())
-    )
+        tokens = ids.dim() == 2 and not ids.is_floating_point()
+        ids = ids.to(device).repeat_interleave(rows // max(1, ids.shape[0]), 0) if tokens else None
+    mask, parts = prepared.get("attention_mask"), (model.get_encoder(), model.get_decoder())
+    encoder, decoder = (table_rows(part.get_input_embeddings(), part.config) for part in parts)
     shared = getattr(model.config, "share_encoder_decoder_embeddings", True) and encoder == decoder
     return Source(prepared["encoder_outputs"][0], None if mask is None else mask.to(device), ids, shared)
 
 
 def encode(model: Any, source: Source) -> Source:
-    """The same source as a draft model's own encoder reads it; tokens that the model has no embedding for are shown to
-    it as another."""
+    """The source as a draft model's own encoder reads it; tokens without an embedding there are shown as another."""
     if source.ids is None:
         raise Unsupported(
             "the draft model of assistant 'speculative' reads the source itself: pass input_ids besides encoder_outputs"
@@ -77,17 +67,13 @@ class DecoderCache(SlotCache):
 
 
 class Seq2SeqModel(HFModel):
-    """The decoder of an encoder-decoder model, after a source.
-
-    The cache holds the keys and values of self-attention; those of cross-attention are made by the first pass and read
-    by all others.
-    """
+    """The decoder of an encoder-decoder model, after a source. The cache holds keys and values of self-attention; those
+    of cross-attention are made by the first pass."""
 
     def __init__(
         self, model: Any, source: Source, *, rows: int, capacity: int, tail: int, ops: Ops, drafts: bool = False
     ) -> None:
-        check_decoder(model)  # a hook may have come since the patch
-        super().__init__(model, None, rows=rows, capacity=capacity, tail=tail, taps=None, ops=ops, drafts=drafts)
+        super().__init__(model, None, rows=rows, capacity=capacity, tail=tail, ops=ops, drafts=drafts)
         self.parts, self.source = SEQ2SEQ[model.config.model_type], source
         self.decoder = model.get_decoder()
         self.cross = DynamicCache()
@@ -95,8 +81,7 @@ class Seq2SeqModel(HFModel):
         self.taking = cache_argument(type(layers[0]).forward)
 
     def prefill(self, ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the decoder's first tokens ids [B, T], the first counts [B] of each row real -> last logits [B, V], no
-        features."""
+        """Append first tokens ids [B, T], counts [B] real -> last logits [B, V], no features."""
         padding = getattr(getattr(self.decoder, "embed_positions", None), "padding_idx", None)
         if self.parts.counted and ids.shape[1] > 1 and padding in ids.flatten().tolist():
             raise Unsupported(
@@ -106,8 +91,7 @@ class Seq2SeqModel(HFModel):
         return super().prefill(ids, counts)
 
     def export(self, cache: EncoderDecoderCache, made: list[LayerCache]) -> None:
-        """Fill transformers' cache of a call with what each layer has `made` of the decoder's tokens, and of the
-        source."""
+        """Fill transformers' cache with what layers have `made` of the decoder's tokens, and of the source."""
         fill_cache(cache.self_attention_cache, 0, made)
         for layer, held in enumerate(self.cross.layers):
             cache.cross_attention_cache.update(held.keys, held.values, layer)
@@ -117,17 +101,9 @@ class Seq2SeqModel(HFModel):
         self, tokens: Tensor, nodes: Nodes, pick: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
         hidden, layout = self._embed(tokens, nodes.positions), plain_layouts(nodes)[FULL_LAYOUT]
-        states = self.source.states
-        low = torch.finfo(hidden.dtype).min
-        mask = torch.zeros(layout.visible.shape, dtype=hidden.dtype, device=tokens.device).masked_fill_(
-            ~layout.visible, low
-        )
-        cross = create_bidirectional_mask(
-            config=self.decoder.config,
-            inputs_embeds=hidden,
-            attention_mask=self.source.mask,
-            encoder_hidden_states=states,
-        )
+        states, mask = self.source.states, mask_of(layout, hidden.dtype)
+        about = {"inputs_embeds": hidden, "attention_mask": self.source.mask, "encoder_hidden_states": states}
+        cross = create_bidirectional_mask(config=self.decoder.config, **about)
         cache = EncoderDecoderCache(DecoderCache(self.state, self.ops, nodes.slots, layout.extent), self.cross)
         if self.parts.relative:
             bias, across = self._bias(nodes.positions, nodes.slots[None], layout.extent), None
@@ -152,9 +128,8 @@ class Seq2SeqModel(HFModel):
             hidden = hidden * getattr(decoder, parts.scale)
         if parts.counted:
             table = decoder.embed_positions
-            places = table.weights[torch.where(tokens == table.padding_idx, 0, positions + 1) + table.padding_idx].to(
-                hidden.dtype
-            )
+            rows = torch.where(tokens == table.padding_idx, 0, positions + 1) + table.padding_idx
+            places = table.weights[rows].to(hidden.dtype)
         else:
             places = decoder.embed_positions(tokens, 0, position_ids=positions.flatten()).view(hidden.shape)
         if not parts.embed_norm:
@@ -163,16 +138,12 @@ class Seq2SeqModel(HFModel):
         return norm(hidden) + places if parts.norm_first else norm(hidden + places)
 
     def _bias(self, positions: Tensor, slots: Tensor, extent: int) -> Tensor:
-        """The relative position bias [B, H, N, extent] of nodes at positions in slots, both [B, N]; committed slots are
-        their positions."""
+        """Relative position bias [B, H, N, extent] of nodes at positions in slots, both [B, N]."""
         attention = self.decoder.block[0].layer[0].SelfAttention
         bias = attention.compute_bias(1, extent, device=positions.device, past_seen_tokens=extent - 1)
         table = bias[0, :, 0].flip(-1)  # by distance
-        keys = (
-            torch.arange(extent, device=positions.device)
-            .expand(len(slots), -1)
-            .scatter(1, slots.clamp(max=extent - 1), positions)
-        )
+        places = torch.arange(extent, device=positions.device).expand(len(slots), -1)
+        keys = places.scatter(1, slots.clamp(max=extent - 1), positions)
         distance = (positions[:, :, None] - keys[:, None]).clamp(0, extent - 1)  # what is ahead of a node is masked
         return table[:, distance].transpose(0, 1)
 

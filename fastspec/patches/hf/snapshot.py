@@ -20,8 +20,8 @@ COMPARED, ROWS = 8, 8
 
 
 def revision_of(model: Any) -> str | None:
-    """The commit whose files in the hub's cache hold a model's weights; None for the repository's main one, and where
-    the cache does not tell, as for a model that was loaded from a directory or with `cache_dir`."""
+    """Commit whose files in the hub's cache hold a model's weights; None for the repository's main one, and where the
+    cache does not tell (a directory, `cache_dir`)."""
     where = getattr(model.config, "name_or_path", None) or ""
     if not where or Path(where).expanduser().is_dir():
         return None
@@ -45,8 +45,7 @@ def revision_of(model: Any) -> str | None:
 
 
 def _holds(snapshot: Path, weights: Mapping[str, Tensor]) -> bool:
-    """True where the files of a snapshot hold some of these weights' first rows, and no others under their names; their
-    own dtype may be another."""
+    """True where a snapshot's files hold some of these weights' first rows, in any dtype, and no others."""
     seen = False
     for path in snapshot.glob("*.safetensors"):
         try:

@@ -44,9 +44,8 @@ from fastspec.patches.hf.seq2seq import Seq2SeqModel
 LENGTHS = (12, 7)
 """Tokens of the two prompts: in one batch the second is padded."""
 DRAWS = (0, 3, 4)
-"""Texts that are tried before a class is refused: where experts are chosen by scores that are nearly equal, rounding
-may choose another for one node of one text, which is then far off. A class that reads positions or masks in a way of
-its own does so in every text."""
+"""Texts that are tried before a class is refused: rounding may choose another of nearly equal experts for one node,
+while positions or masks that are read otherwise show in every text."""
 FIRST = (0, 0, 0, 0, 1, 2, 3, 5, 4)
 """Parents of the first tree, level by level, so that nearly every node lies behind nodes that are not its ancestors."""
 PATHS = ((0, 2, 5, 7), (0, 3, 6))
@@ -59,30 +58,25 @@ MORE = 2
 ROOM = LENGTHS[0] + len(PATHS[0]) + 3 + MORE
 LEAVES = (6, 7, 8), (1, 3)
 BOUNDS = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.25}
-"""By dtype, how far logits may be apart: the root mean square of the difference, in standard deviations of a node's
-logits.
+"""By dtype, how far logits may be apart: root mean square of the difference, in standard deviations of a node's.
 
-A layer rounds its sums some ten times. Roundings add up like a random walk: in 100 layers to about 1000**0.5 = 30 units
-of the last place, 4e-6 in fp32, 0.03 in fp16 and 0.25 in bf16. Texts that differ in what is attended to differ by 0.1
-to 1.4 standard deviations.
+A layer rounds its sums some ten times, and roundings add up like a random walk: in 100 layers to about 1000**0.5 = 30
+units of the last place, 4e-6 in fp32, 0.03 in fp16 and 0.25 in bf16. Other texts differ by 0.1 to 1.4.
 """
 WHOLE = (torch.float64, torch.float32)
-"""Dtypes in which every node must agree. In the others a router may choose another expert by a rounding: the median
-node must."""
+"""Dtypes in which every node must agree; in others the median, since rounding may choose another expert."""
 _VERDICTS: dict[Any, bool] = {}
-"""Key of what was found sound -> whether a prompt without padding is read as fastspec reads it. What is not is looked
-at again: it may be this model's own, such as NaN in its weights or layers that someone took out."""
+"""Key of what was found sound -> True where a prompt without padding is read as fastspec reads it."""
 
 
 def check_trust(model: Any, *, reads_source: bool = False, adapter: Adapter | None = None) -> bool:
     """Raise Unsupported unless fastspec scores trees as the model scores texts: once per class, configuration, dtype
-    and versions, and anew after a check that could not say so.
+    and versions, and anew after a check that could not say so. True where a pass of fastspec's may read a prompt in
+    place of the model's own: PaliGemma's tokens see the whole of a prompt without padding.
 
-    With `reads_source` the model has an encoder, and its decoder is checked; `adapter` is that of a decoder inside the
-    model. The model, its modes and hooks, and the global generators of random numbers are left as they were. Nothing
-    runs where its attention takes no masks: torch's flex attention on the CPU reads past the end of one. True where a
-    pass of fastspec's over a prompt may take the place of the model's own: PaliGemma's tokens see the whole of a prompt
-    that has no padding.
+    With `reads_source` the decoder behind an encoder is checked; `adapter` is that of a decoder inside the model.
+    Model, hooks and global generators are left as they were. Nothing runs where attention takes no masks: torch's flex
+    attention on the CPU reads past the end of one.
     """
     if adapter is None:
         check_masks(model)  # its attention may have changed since `patch`
@@ -94,8 +88,8 @@ def check_trust(model: Any, *, reads_source: bool = False, adapter: Adapter | No
 
 
 def check_states(model: Any, taps: tuple[int, ...]) -> None:
-    """Raise Unsupported for a model that does not give a hidden state for each token behind the layers `taps`, or
-    behind its last where there are none: looked at once per class, configuration, dtype and versions where it does."""
+    """Raise Unsupported for a model without a hidden state for each token behind the layers `taps`, or behind its last
+    without any; looked at once per class, configuration, dtype and versions."""
     key = "states", taps, _key(model)
     if key in _VERDICTS:
         return
@@ -129,29 +123,14 @@ def check_states(model: Any, taps: tuple[int, ...]) -> None:
 def _key(model: Any) -> Any:
     config = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
     modules = every_module(model)  # one that stands in two places is counted once
-    parts = (
-        frozenset((type(module), getattr(module.__dict__.get("forward"), "__qualname__", None)) for module in modules),
-        len(modules),
-    )
-    attention = attention_name(model.config)
-    versions = torch.__version__, transformers.__version__
+    forwards = frozenset((type(each), getattr(vars(each).get("forward"), "__qualname__", None)) for each in modules)
     replaced = frozenset((*attention_functions(model), *replaced_functions(model, modules)))
-    return (
-        type(model),
-        hash(config),
-        parts,
-        replaced,
-        attention,
-        _computed(model),
-        device_of(model).type,
-        has_global_hooks(),
-        versions,
-    )
+    about = type(model), hash(config), forwards, len(modules), replaced, attention_name(model.config), _computed(model)
+    return (*about, device_of(model).type, has_global_hooks(), torch.__version__, transformers.__version__)
 
 
 def _computed(model: Any) -> torch.dtype:
-    """The coarsest dtype that a pass computes in: torch's dynamically quantised layers round what they read to 8 bits,
-    as bf16 does."""
+    """The coarsest dtype that a pass computes in; torch's dynamically quantised layers round as bf16 does."""
     if any(type(module).__module__.startswith("torch.ao.nn.quantized.dynamic") for module in model.modules()):
         return torch.bfloat16
     kind = device_of(model).type
@@ -190,16 +169,14 @@ def _judge(model: Any, reads_source: bool, adapter: Adapter | None) -> bool:
 
 
 def _after_texts(model: Any, reads_source: bool, adapter: Adapter | None, draw: int) -> tuple[Tensor, Tensor]:
-    """Logits that fastspec and the model give after the same texts, [n, V] each; with short spans too where
-    there may be any."""
+    """Logits of fastspec and of the model after the same texts, [n, V] each; with short spans too, if any."""
     if reads_source:
         return _after_source(model, draw)
     got, want = _after_prompts(model, adapter, draw)
     if names := _span_settings(model):
         with _short_spans(model, names):
-            got, want = (
-                torch.cat(both) for both in zip((got, want), _after_prompts(model, adapter, draw), strict=True)
-            )
+            more = _after_prompts(model, adapter, draw)
+        got, want = torch.cat((got, more[0])), torch.cat((want, more[1]))
     return got, want
 
 
@@ -216,17 +193,13 @@ def _bound(dtype: torch.dtype) -> float:
 def _span_settings(model: Any) -> list[str]:
     """The settings that may say how far back layers of a model see; the model tells whether it reads them."""
     config = model.config.get_text_config()
-    return [
-        name
-        for name in LAYER_KINDS.values()
-        if isinstance(getattr(config, name, None), int) and getattr(config, name) > 0
-    ]
+    held = {name: getattr(config, name, None) for name in LAYER_KINDS.values()}
+    return [name for name, size in held.items() if isinstance(size, int) and size > 0]
 
 
 @contextmanager
 def _short_spans(model: Any, names: list[str]) -> Iterator[None]:
-    """A model whose layers see SPAN positions, where they see a span, so that short texts go past it: transformers
-    reads these settings at every pass."""
+    """A model whose spans are SPAN positions, so that short texts go past them; they are read at every pass."""
     config = model.config.get_text_config()
     held = {name: getattr(config, name) for name in names}
     try:
@@ -258,9 +231,8 @@ def _after_prompts(model: Any, adapter: Adapter | None, draw: int) -> tuple[Tens
     want, tokens = _own(model, texts)
     # each row's last text ends in the second tree's last leaf; it is read on as a chain
     ends = [-1 - len(LEAVES[1]), -1]
-    chain = torch.stack(
-        [torch.cat((tokens.new_tensor(texts[end][len(prefixes[row]) :]), tokens[end])) for row, end in enumerate(ends)]
-    )
+    behind = [texts[end][len(prefixes[row]) :] for row, end in enumerate(ends)]
+    chain = torch.cat((tokens.new_tensor(behind), tokens[ends]), 1)
     logits, _ = target.score(TokenTree.chain(chain), max(map(len, prefixes)))
     after = torch.cat([want[end, 1:] for end in ends])
     return torch.cat((got, *logits[:, -MORE:])), torch.cat((want[:, 0], after))
@@ -269,7 +241,7 @@ def _after_prompts(model: Any, adapter: Adapter | None, draw: int) -> tuple[Tens
 def _target(model: Any, adapter: Adapter | None, rows: int, tail: int) -> HFModel:
     """The model as its calls run it, on a cache that keeps what its layers see."""
     whole = (None,) * layer_count(model.config)
-    return HFModel(model, adapter, rows=rows, capacity=ROOM, tail=tail, taps=None, ops=TORCH, dropped=whole)
+    return HFModel(model, adapter, rows=rows, capacity=ROOM, tail=tail, ops=TORCH, dropped=whole)
 
 
 def _after_prompt(model: Any, adapter: Adapter | None) -> tuple[Tensor, Tensor]:
@@ -281,8 +253,7 @@ def _after_prompt(model: Any, adapter: Adapter | None) -> tuple[Tensor, Tensor]:
 
 
 def _as_trees(target: HFModel, words: Tensor, draw: int) -> tuple[list[list[int]], list[list[int]], Tensor]:
-    """Texts, the committed tokens of both rows, and what passes over two prompts and two trees give after each text,
-    [n, V]."""
+    """Texts, committed tokens of both rows, and what passes over two prompts and trees give, [n, V]."""
     device, generator = device_of(target.model), torch.Generator().manual_seed(draw)
 
     def drawn(*shape: int) -> Tensor:
@@ -312,8 +283,7 @@ def _text(tokens: list[int], parents: tuple[int, ...], node: int) -> list[int]:
 
 
 def _own(model: Any, texts: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Logits of the model's own `generate` behind texts, left-padded in one batch where it gives padding no positions:
-    [n, 1 + MORE, V], tokens [n, MORE]."""
+    """Logits of the model's own `generate` behind texts, [n, 1 + MORE, V], and its tokens [n, MORE]."""
     if len(texts) > 1 and counts_padding(model):
         logits, tokens = zip(*(_own(model, [text]) for text in texts), strict=True)
         return torch.cat(logits), torch.cat(tokens)
@@ -335,8 +305,7 @@ def _own(model: Any, texts: list[list[int]]) -> tuple[Tensor, Tensor]:
 
 
 def _after_source(model: Any, draw: int) -> tuple[Tensor, Tensor]:
-    """As `_after_prompts`, for a model that reads a source. Its own texts come one by one: its decoder gives padding
-    positions."""
+    """As `_after_prompts`, for a model that reads a source; its own texts come one by one, without padding."""
     words = _words(model)
     encoder = model.get_encoder()
     device, known = device_of(model), words[words < table_rows(encoder.get_input_embeddings(), encoder.config)]
@@ -353,9 +322,8 @@ def _after_source(model: Any, draw: int) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _undisturbed(model: Any) -> Iterator[None]:
-    """The model in evaluation mode, without its forward hooks and its own settings for `generate`, and everything as it
-    was in the end: attributes, buffers and global generators. Hooks of accelerate and FSDP, which bring weights, stay
-    at work, and torch's global ones."""
+    """The model in evaluation mode, without forward hooks but those that bring weights, and settings of its own; in the
+    end attributes, buffers and global generators are as they were."""
     modules = list(model.modules())
     held = [(vars(module), dict(vars(module)), dict(own_buffers(module))) for module in modules]
     devices = [device_of(model)] if device_of(model).type == "cuda" else []

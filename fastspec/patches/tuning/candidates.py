@@ -1,8 +1,5 @@
-"""Candidates that are tried at a place: the launches of an op, and its inputs of the shapes that were asked for.
-
-Several copies of what a launch reads take turns, so that weights come from memory as in a model, and not from the L2
-cache.
-"""
+"""Candidates at a place: the launches of an op, and inputs of the shapes that were asked for, in copies that take
+turns, so that weights do not come from the L2 cache."""
 
 from __future__ import annotations
 
@@ -41,8 +38,7 @@ MOST_COPIES = 16
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A place, its launches in no order, and how one runs: `run` takes a launch, and a copy's number, and gives the
-    result; `reference` gives what the first copy's should be."""
+    """A place, its launches, and how one runs on a copy's number; `reference` gives the first copy's result."""
 
     op: str
     place: Place
@@ -87,28 +83,16 @@ def _product(op: str, place: Place, about: Any, device: torch.device) -> Trial:
             return run(x, weights[copy], None)
 
     on_hopper = hopper.takes(x[0], weights[0])
-    launches = (
-        _of_parts(rows, depth, on_hopper) if op == "linear_parts" else _of_rows(op, rows, channels, depth, on_hopper)
-    )
+    parted = op == "linear_parts"
+    launches = _of_parts(rows, depth, on_hopper) if parted else _of_rows(op, rows, channels, depth, on_hopper)
     return Trial(op, place, about, (None, *launches), once, partial(wanted, x, weights[0], None), copies)
 
 
 def _of_rows(op: str, rows: int, channels: int, depth: int, on_hopper: bool) -> list[Any]:
     """Launches of a product [rows, depth] times so many channels."""
     if rows == 1:
-        sizes = [
-            (2, 512, 1),
-            (2, 1024, 2),
-            (2, 2048, 4),
-            (4, 512, 1),
-            (4, 512, 2),
-            (4, 1024, 2),
-            (4, 1024, 4),
-            (4, 2048, 4),
-            (4, 2048, 8),
-            (8, 512, 4),
-            (8, 1024, 8),
-        ]
+        sizes = [(2, 512, 1), (2, 1024, 2), (2, 2048, 4), (8, 512, 4), (8, 1024, 8)]
+        sizes += [(4, *each) for each in ((512, 1), (512, 2), (1024, 2), (1024, 4), (2048, 4), (2048, 8))]
         whole = max(16, 1 << (depth - 1).bit_length())  # a line at once
         return [RowLaunch(*size) for size in sizes if size[1] <= whole] or [RowLaunch(4, whole, 1)]
     tiles = [(16, 128, 4), (32, 64, 4), (32, 128, 4), (64, 64, 4), (64, 128, 4), (128, 64, 4)]
@@ -117,10 +101,8 @@ def _of_rows(op: str, rows: int, channels: int, depth: int, on_hopper: bool) -> 
     ]
     found += [Launch(64, 128, 4, stages, tma=True, pdl=True) for stages in (3, 4)]
     if on_hopper:
-        found += [
-            HopperLaunch(64, deep, stages, min(ahead, stages))
-            for deep, stages, ahead in product((64, 128), (4, 6), (2, 4))
-        ]
+        ways = product((64, 128), (4, 6), (2, 4))
+        found += [HopperLaunch(64, deep, stages, min(ahead, stages)) for deep, stages, ahead in ways]
         found += [HopperLaunch(64, 128, 8, 2)] if op == "linear" and rows <= 16 else []
     return found
 
@@ -155,28 +137,15 @@ def _attention(op: str, place: Place, about: Any, device: torch.device) -> Trial
     if op == "few_attention":
         launches = [FewLaunch(*each) for each in product(blocks, (4, 8), (2, 3), (1, 2)) if each[0] * wide <= 128 * 256]
     else:
-        tiles = [
-            (16, 32, 4),
-            (16, 64, 4),
-            (32, 32, 4),
-            (32, 64, 4),
-            (64, 32, 4),
-            (64, 64, 4),
-            (128, 64, 8),
-            (128, 128, 8),
-        ]
-        launches = [
-            TreeLaunch(*tile, stages, resident)
-            for tile, stages, resident in product(tiles, (2, 3), (1, 2))
-            if tile[1] * wide <= 128 * 256
-        ]
+        tiles = [*((*each, 4) for each in product((16, 32, 64), (32, 64))), (128, 64, 8), (128, 128, 8)]
+        tiles = [tile for tile in tiles if tile[1] * wide <= 128 * 256]
+        launches = [TreeLaunch(*tile, *more) for tile, *more in product(tiles, (2, 3), (1, 2))]
     reference = partial(plain_attention, q, k, v, plain, size**-0.5)
     return Trial(op, place, about, tuple(launches), once, reference, copies)
 
 
 def _line(nodes: int, device: torch.device) -> torch.Tensor:
-    """Ancestors of nodes each of which sees all before it, as bits [1, N, W]: the work of a tree does not depend on its
-    form."""
+    """Ancestors of nodes in a chain, as bits [1, N, W]: the work of a tree does not depend on its form."""
     words = torch.zeros(1, nodes, -(-nodes // 64), dtype=torch.int64, device="cpu")
     for node in range(nodes):
         for word in range(words.shape[2]):

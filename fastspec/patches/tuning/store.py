@@ -30,8 +30,7 @@ def path_of(device: torch.device) -> Path:
 
 
 def use_tuned(device: torch.device) -> Launches:
-    """Read what was tuned for a device, once, and let the kernels use it -> the launches. A damaged file is ignored
-    with a warning."""
+    """Read what was tuned for a device, once, and let kernels use it -> the launches; a damaged file is ignored."""
     name = name_of(device)
     if name not in _loaded:
         _loaded[name] = read_launches(path_of(device))
@@ -80,8 +79,7 @@ def forget() -> list[Path]:
 
 
 def tables_of(ops: Ops, dtype: torch.dtype, device: torch.device) -> str:
-    """Source of the launches of a model's kernels: "tuned" on this machine, at least some of them, "shipped" for
-    this device, "portable" on one that none were measured on, or "none" without kernels."""
+    """Source of a model's launches: "tuned" here, "shipped" for the device, "portable", or "none"."""
     if ops.name != "triton":
         return "none"
     if any(dtype in place for _, place in use_tuned(device)):
@@ -102,6 +100,6 @@ def _place(words: list[Any]) -> Place:
 
 
 def _launch(told: dict[str, Any] | None, kinds: Mapping[str, Any]) -> Any:
-    return (
-        None if told is None else kinds[told["kind"]](**{name: value for name, value in told.items() if name != "kind"})
-    )
+    if told is None:
+        return None
+    return kinds[told["kind"]](**{name: value for name, value in told.items() if name != "kind"})

@@ -1,5 +1,4 @@
-"""`fastspec.tune`: the fastest of the launches that compute what they should, for every place that a model's calls ask
-for."""
+"""`fastspec.tune`: the fastest correct launch for every place that a model's calls ask for."""
 
 from __future__ import annotations
 
@@ -38,8 +37,8 @@ ATTENTION = ("few_attention", "tree_attention")
 
 
 def call_times(model: Any, names: Sequence[str], rows: Sequence[int], length: int) -> list[float]:
-    """Seconds of a round of every assistant with every number of rows, behind `length` tokens that mean nothing, or as
-    many as there is room for: the median of three calls, behind two that compile and capture."""
+    """Seconds of a round of every assistant and number of rows, behind up to `length` random tokens: the median of
+    three calls, behind two that compile and capture."""
     session, device, config, found = session_of(model), device_of(model), model.config.get_text_config(), []
     assert session is not None
     width = max(1, min(length, (getattr(config, "max_position_embeddings", None) or length + NEW) - NEW))
@@ -47,17 +46,11 @@ def call_times(model: Any, names: Sequence[str], rows: Sequence[int], length: in
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(0)  # in all processes
             ids = torch.randint(config.vocab_size, (count, width), device=device)
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "assistant": name}
+        options = {"max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0, "do_sample": False}
         times = []
         for _ in range(5):
-            model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                assistant=name,
-                max_new_tokens=NEW,
-                eos_token_id=None,
-                pad_token_id=0,
-                do_sample=False,
-            )
+            model.generate(**given, **options)
             last = session.calls[-1]
             times.append((last.seconds - last.phases["prefill"]) / max(1, last.rounds))
         found.append(statistics.median(times[2:]))
@@ -82,12 +75,8 @@ def harmless(
     agreed: Callable[[float], float],
     late: Callable[[], bool],
 ) -> set[Key]:
-    """Those of the launches with which calls take no longer.
-
-    They are tried kind by kind, and of a kind with which calls are slower one by one, what is `late` not at all. `use`
-    lets launches be used, `times` measures calls with them, and `agreed` is the first of the processes' word for a
-    number.
-    """
+    """Launches with which calls take no longer, tried kind by kind, and of a slower kind one by one until it is `late`.
+    `use` lets launches be used, `times` measures calls, and `agreed` is the first process's word for a number."""
     use({})
     before, kept = times(), set[Key]()
     best = 1.0
@@ -119,10 +108,9 @@ REPLAYS = 7
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """One place: the op, its shape as it was asked for, microseconds with the launch that was used before and with the
-    fastest, and that launch (None: torch, or the op's plainer form). `kept` says whether it is used from now on; one
-    that `harms` is the fastest by itself, and calls are slower with it. `refused` launches computed something else, or
-    did not run."""
+    """One place: op, shape, microseconds with the launch before and with the fastest, and that launch (None: torch, or
+    the op's plainer form). `kept` says whether it is used; one that `harms` is slower in calls. `refused` launches
+    computed something else, or did not run."""
 
     op: str
     shape: tuple[Any, ...]
@@ -151,21 +139,16 @@ class Tuning:
         for each in self.places:
             shape = " x ".join(str(word).removeprefix("torch.") for word in each.shape)
             stays = f" stay, {each.best_us:.1f} us are slower in calls" if each.harms else " stay"
-            told = f"{each.before_us:.1f} us" + (
-                f" -> {each.best_us:.1f} us, {each.launch or 'torch'}" if each.kept else stays
-            )
-            lines.append(
-                f"  {each.op} {shape}: {told}, {each.tried} tried"
-                + (f", {len(each.refused)} refused" if each.refused else "")
-            )
+            goes = f" -> {each.best_us:.1f} us, {each.launch or 'torch'}" if each.kept else stays
+            refused = f", {len(each.refused)} refused" if each.refused else ""
+            lines.append(f"  {each.op} {shape}: {each.before_us:.1f} us{goes}, {each.tried} tried{refused}")
         if self.left:
             lines.append(f"  {self.left} places were left when the time was over: more minutes would measure them")
         return "\n".join(lines)
 
 
 def seconds_of(run: Callable[[int], object], copies: int, device: torch.device) -> float:
-    """Seconds of a run, one after another over all copies: the median of several replays of a CUDA graph, or of plain
-    calls elsewhere."""
+    """Seconds of a run over all copies in turn: the median of replays of a CUDA graph, or of plain calls elsewhere."""
     if device.type != "cuda":
         spent = []
         for _ in range(3):
@@ -202,15 +185,13 @@ def tune(
     """Measure the launches of a patched model's kernels on this GPU, and use the fastest from now on, in later
     processes too.
 
-    The shapes are those that short calls of `rows` prompts of up to `length` tokens ask for, by every assistant that
-    the model is patched with. Every launch is held against the reference before it is timed; one that computes
-    something else, or does not run, is refused. What reads most is measured first, until `minutes` have passed. The
-    winners are then tried in calls behind `length` tokens, and those dropped that make these slower: kind by kind,
-    however long that takes, and of a kind that does one by one, while half of the minutes more have not passed. The
-    others are kept in the cache folder, for this device, these shapes and dtypes, and the versions of torch, triton and
-    fastspec. `told` is called with (places that are done, of how many). Where several processes hold the model together
-    all of them call this; the first one measures, and calls `told`, and all use what it found. Raises Unsupported for
-    an unpatched model, and for one that runs without kernels.
+    The shapes are those of short calls of `rows` prompts of up to `length` tokens, by every assistant of the patch.
+    Every launch is held against the reference before it is timed; what reads most is measured first, until `minutes`
+    have passed. Winners that make calls behind `length` tokens slower are dropped: kind by kind, and of such a kind one
+    by one, while half of the minutes more have not passed. The others are kept in the cache folder, for this device,
+    these shapes and dtypes, and the versions of torch, triton and fastspec. `told` is called with (places that are
+    done, of how many). Of processes that hold the model together, all call this, the first measures, and all use what
+    it found. Raises Unsupported for an unpatched model, and for one that runs without kernels.
     """
     model = unwrapped(model)
     session = patched_session(model, "fastspec.patch(model) comes before fastspec.tune(model)")
@@ -233,8 +214,7 @@ def tune(
     waiting = sorted(asked.items(), key=lambda item: -bytes_of(item[0][0], item[1]))
 
     def measured() -> tuple[list[tuple[Key, Tuned]], set[Key]]:
-        """The places, and those that rounds ask for: the first process's, whose shapes may be others than the last
-        one's."""
+        """The first process's places, and those that rounds ask for."""
         found: list[tuple[Key, Tuned]] = []
         for done, ((op, place), about) in enumerate(waiting):
             if told is not None:
@@ -255,20 +235,15 @@ def tune(
         (key, replace(found, kept=False, harms=True) if key in judged and key not in kept else found)
         for key, found in places
     ]
-    launches = {key: found.launch for key, found in places if found.kept}
-    notes = {
-        key: {"us": round(found.best_us, 2), "before_us": round(found.before_us, 2)}
-        for key, found in places
-        if found.kept
-    }
-    path = keep(device, launches, notes) if launches else None
-    return Tuning(
-        name_of(device),
-        tuple(found for _, found in places),
-        path,
-        time.perf_counter() - began,
-        len(waiting) - len(places),
-    )
+    winners = {key: found for key, found in places if found.kept}
+    path = None
+    if winners:
+        notes = {
+            key: {"us": round(each.best_us, 2), "before_us": round(each.before_us, 2)} for key, each in winners.items()
+        }
+        path = keep(device, {key: each.launch for key, each in winners.items()}, notes)
+    seconds, left = time.perf_counter() - began, len(waiting) - len(places)
+    return Tuning(name_of(device), tuple(found for _, found in places), path, seconds, left)
 
 
 def _in_calls(
@@ -304,8 +279,7 @@ def _in_calls(
 
 
 def tune_place(trial: Any, device: torch.device) -> Tuned:
-    """The fastest of a place's launches. Raises FastSpecError where the launch that is used now computes something
-    else."""
+    """The fastest of a place's launches. Raises FastSpecError where the one that is used computes something else."""
     from fastspec.kernels.ahead import compile_ahead
     from fastspec.kernels.tuned_launches import MISSING
 
@@ -328,16 +302,9 @@ def tune_place(trial: Any, device: torch.device) -> Tuned:
                 refused.append(f"{launch}: {fault}")
     best, launch = min(times, key=lambda pair: pair[0], default=(before, MISSING))
     kept = best <= GAIN * before
-    return Tuned(
-        trial.op,
-        trial.about,
-        1e6 * before,
-        1e6 * (best if kept else before),
-        launch if kept else None,
-        kept,
-        len(trial.launches),
-        tuple(refused),
-    )
+    best, launch = (best, launch) if kept else (before, None)
+    tried = len(trial.launches)
+    return Tuned(trial.op, trial.about, 1e6 * before, 1e6 * best, launch, kept, tried, tuple(refused))
 
 
 def _each(trial: Any) -> None:
