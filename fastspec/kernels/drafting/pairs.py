@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec.kernels.cache.commit import check_columns
-from fastspec.kernels.drafting.topk_expand import packed
+from fastspec.kernels.arguments import CONTIGUOUS, PACKED, expect
 from fastspec.kernels.launch import dependent, wait_for_previous
 
 PAIR_BLOCK = 2048  # channels that a program copies
@@ -92,40 +91,21 @@ def path_pairs(
     """
     (batch, steps), size = path.shape, features.shape[2]
     taken, counts = (features.new_empty(batch, steps, size), path.new_empty(batch)) if out is None else out
-    given = {"accepted": accepted, "bonus": bonus, "root": root, "lengths": lengths, "counts": counts}
-    check_columns("path_pairs", batch, active, path=path[:, 0], **given)
-    if len(features) != batch or not packed(features):
-        raise ValueError(
-            f"path_pairs: features are {list(features.shape)}, strides {features.stride()}; accepted is [{batch}, N, "
-            "F] with a contiguous "
-            "last dimension"
-        )
-    if taken.shape != (batch, steps, size) or not taken.is_contiguous():
-        raise ValueError(
-            f"path_pairs: out is {list(taken.shape)}, strides {taken.stride()}; accepted is {[batch, steps, size]} "
-            "contiguous"
-        )
+    columns = {"accepted": accepted, "bonus": bonus, "root": root, "lengths": lengths, "counts": counts}
+    expect("path_pairs", (batch,), torch.int64, path=path[:, 0], **columns)
+    expect("path_pairs", (batch,), torch.bool, active=active)
+    expect("path_pairs", (batch, "N", size), None, PACKED, features=features)
+    expect("path_pairs", (batch, steps, size), None, CONTIGUOUS, out=taken)
     slots = torch.empty(batch, steps, dtype=torch.int64, device=path.device)
     if batch > 0:
+        read, written = (
+            (features, path, accepted, bonus, active.view(torch.uint8), root, lengths),
+            (taken, counts, slots),
+        )
+        apart = [x.stride(0) for x in (accepted, bonus, active, root, lengths, counts)]
+        strides = *features.stride()[:2], *path.stride(), *apart
         _path_pairs_kernel[(max(1, triton.cdiv(size, PAIR_BLOCK)), steps, batch)](
-            features,
-            path,
-            accepted,
-            bonus,
-            active.view(torch.uint8),
-            root,
-            lengths,
-            taken,
-            counts,
-            slots,
-            steps,
-            size,
-            *features.stride()[:2],
-            *path.stride(),
-            *(x.stride(0) for x in (accepted, bonus, active, root, lengths, counts)),
-            PAIR_BLOCK,
-            num_warps=4,
-            **dependent(path.device),
+            *read, *written, steps, size, *strides, PAIR_BLOCK, num_warps=4, **dependent(path.device)
         )
     return taken, counts, slots
 
@@ -181,35 +161,23 @@ def keep_last(
     """`reference.keep_last`: hidden, readout [B, T, H] with a contiguous last dimension, counts, lengths [B] int64 of
     any strides, and what is kept, last_hidden and last_readout [B, H], contiguous."""
     batch, _, size = hidden.shape
-    check_columns("keep_last", batch, None, counts=counts, lengths=lengths)
-    if readout.shape != hidden.shape or not packed(hidden) or not packed(readout):
-        raise ValueError(
-            f"keep_last: hidden is {list(hidden.shape)}, strides {hidden.stride()}, and readout "
-            f"{list(readout.shape)}, strides "
-            f"{readout.stride()}; accepted is [B, T, H] twice, with a contiguous last dimension"
-        )
-    for name, x in (("last_hidden", last_hidden), ("last_readout", last_readout)):
-        if x.shape != (batch, size) or not x.is_contiguous():
-            raise ValueError(
-                f"keep_last: {name} is {list(x.shape)}, strides {x.stride()}; accepted is [{batch}, {size}] contiguous"
-            )
+    expect("keep_last", (batch,), torch.int64, counts=counts, lengths=lengths)
+    expect("keep_last", hidden.shape, None, PACKED, hidden=hidden, readout=readout)
+    expect("keep_last", (batch, size), None, CONTIGUOUS, last_hidden=last_hidden, last_readout=last_readout)
     if batch == 0:
         return
+    kept = last_hidden, last_readout
+    apart = [x.stride(0) for x in (*kept, counts, lengths)]
+    strides = *hidden.stride()[:2], *readout.stride()[:2], *apart
     _keep_last_kernel[(max(1, triton.cdiv(size, PAIR_BLOCK)), 2, batch)](
         hidden,
         readout,
         counts,
-        last_hidden,
-        last_readout,
+        *kept,
         lengths,
         bound,
         size,
-        *hidden.stride()[:2],
-        *readout.stride()[:2],
-        last_hidden.stride(0),
-        last_readout.stride(0),
-        counts.stride(0),
-        lengths.stride(0),
+        *strides,
         PAIR_BLOCK,
         num_warps=4,
         **dependent(hidden.device),
@@ -258,30 +226,14 @@ def keep_pair(features: Tensor, bonus: Tensor, active: Tensor, counts: Tensor, h
     [B] bool, of any strides, and what is kept, held [B, C, F] of any floating dtype and tokens [B, C] int64,
     contiguous."""
     (batch, _, size), capacity = features.shape, tokens.shape[1]
-    check_columns("keep_pair", batch, active, bonus=bonus, counts=counts, tokens=tokens[:, 0])
-    if not packed(features):
-        raise ValueError(
-            f"keep_pair: features are {list(features.shape)}, strides {features.stride()}; accepted is [{batch}, N, F] "
-            "with a contiguous last dimension"
-        )
-    if held.shape != (batch, capacity, size) or not held.is_contiguous() or not tokens.is_contiguous():
-        raise ValueError(
-            f"keep_pair: held is {list(held.shape)}, strides {held.stride()}, and tokens {list(tokens.shape)}, strides "
-            f"{tokens.stride()}; accepted is {[batch, capacity, size]} and {[batch, capacity]}, contiguous"
-        )
+    expect("keep_pair", (batch,), torch.int64, bonus=bonus, counts=counts)
+    expect("keep_pair", (batch,), torch.bool, active=active)
+    expect("keep_pair", features.shape, None, PACKED, features=features)
+    expect("keep_pair", (batch, capacity, size), None, CONTIGUOUS, held=held)
+    expect("keep_pair", (batch, capacity), torch.int64, CONTIGUOUS, tokens=tokens)
     if batch > 0:
+        read, written = (features, bonus, active.view(torch.uint8)), (counts, held, tokens)
+        strides = [x.stride(0) for x in (features, bonus, active, counts)]
         _keep_pair_kernel[(batch,)](
-            features,
-            bonus,
-            active.view(torch.uint8),
-            counts,
-            held,
-            tokens,
-            capacity,
-            size,
-            features.stride(0),
-            *(x.stride(0) for x in (bonus, active, counts)),
-            ROOT_BLOCK,
-            num_warps=8,
-            **dependent(tokens.device),
+            *read, *written, capacity, size, *strides, ROOT_BLOCK, num_warps=8, **dependent(tokens.device)
         )

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec.kernels.drafting.topk_expand import EMPTY, key_index, packed
+from fastspec.kernels.arguments import packed
+from fastspec.kernels.drafting.topk_expand import EMPTY, key_index
 from fastspec.kernels.launch import dependent, wait_for_previous
 from fastspec.kernels.layer.norms import row_warps
 from fastspec.kernels.parallel import reference, symmetric
