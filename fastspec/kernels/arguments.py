@@ -16,7 +16,9 @@ def packed(x: Tensor) -> bool:
     return x.shape[-1] <= 1 or x.stride(-1) == 1
 
 
-def expect(op: str, shape: Sequence[int | str], dtype: torch.dtype | None, lies: str = ANYHOW, **given: Tensor) -> None:
+def expect(
+    op: str, shape: Sequence[int | str], dtype: torch.dtype | None, lies: str = ANYHOW, /, **given: Tensor
+) -> None:
     """Raise ValueError, naming the op and the tensor, for one that has not this shape, in which a name stands for any
     size, or not this dtype (None: any), or does not lie so."""
     for name, x in given.items():

@@ -276,7 +276,11 @@ def test_what_does_not_fit_is_refused():
         keep_pair(features, drawn.bonus, drawn.active, drawn.accepted[:2], held, tokens)
     with pytest.raises(ValueError, match=r"keep_pair: held is \[3, 5, 7\].*accepted is \[3, 5, 8\]"):
         keep_pair(features, drawn.bonus, drawn.active, drawn.accepted, held[..., :7], tokens)
-    with pytest.raises(ValueError, match=r"tree_input: depths is \[3, 3\] torch.int64.*accepted is \[3, 4\] torch.int64"):
+    with pytest.raises(
+        ValueError, match=r"tree_input: depths is \[3, 3\] torch.int64.*accepted is \[3, 4\] torch.int64"
+    ):
         tree_input(drawn.tokens, drawn.tokens[:, :3], drawn.lengths, 9, None)
-    with pytest.raises(ValueError, match=r"tree_input: table is \[8, 4\] .*\(1, 8\); accepted is \[V, H\], with a cont"):
+    with pytest.raises(
+        ValueError, match=r"tree_input: table is \[8, 4\] .*\(1, 8\); accepted is \[V, H\], with a cont"
+    ):
         tree_input(drawn.tokens, drawn.tokens, drawn.lengths, 9, torch.zeros(4, 8).t())
