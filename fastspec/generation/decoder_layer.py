@@ -277,17 +277,24 @@ class LayerFamily(ABC):
 
 
 def one_by_one(
-    layers: Sequence[LayerParts], total: Tensor, own: Tensor | None, nodes: Nodes, taps: Mapping[int, Tensor]
+    layers: Sequence[LayerParts],
+    total: Tensor,
+    own: Tensor | None,
+    nodes: Nodes,
+    taps: Mapping[int, Tensor],
+    x: Tensor | None = None,
 ) -> tuple[Summed | None, Tensor]:
     """Run layers over total [B, N, H] -> what the last one adds to the sum, where that is not in it, and the sum.
 
-    `own` [B, N, L, P] is each layer's own input of every token; `taps` take what layers read, before norms.
+    `own` [B, N, L, P] is each layer's own input of every token; `taps` take what layers read, before norms; x [B, N, K]
+    is what the first layer reads, where it is normed already.
     """
     change: Summed | None = None
     for index, layer in enumerate(layers):
-        assert layer.input_norm is not None
-        given = (total,) if change is None else (change, total)
-        x, total = layer.input_norm(*given, total=taps[index]) if index in taps else layer.input_norm(*given)
+        if index or x is None:
+            assert layer.input_norm is not None
+            given = (total,) if change is None else (change, total)
+            x, total = layer.input_norm(*given, total=taps[index]) if index in taps else layer.input_norm(*given)
         mixed = layer.mixer(x, nodes)
         if layer.mlp_norm is None:
             change = joined(mixed) + joined(layer.mlp(x))

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fastspec.errors import CheckpointError, Unsupported
 from fastspec.generation.decoder_layer import LayerFamily, is_plain
-from fastspec.generation.heads.module import FLOATS, Binding, DraftHead, EagleHead, HeadConfig, RMSNorm
+from fastspec.generation.heads.module import FLOATS, Binding, DraftHead, EagleHead, HeadConfig, RMSNorm, drafted_ids
 
 ONCE, FADES = 1 << 10, 10
 """A token's count of one occurrence, and the part of it, one in so many, that goes whenever another text begins."""
@@ -165,7 +165,7 @@ class BoundHead:
 
     def drafted(self) -> Tensor:
         """The target's ids [V_d] of the drafted tokens."""
-        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+        return drafted_ids(self.d2t)
 
     @torch.no_grad()
     def hear(self, ids: Tensor, counts: Tensor) -> None:
@@ -342,7 +342,7 @@ def no_rows(lm_head: Any, d2t: Tensor, width: int) -> str | None:
     elif weight.is_meta or weight.dtype not in FLOATS:
         found = "on the device meta, without values" if weight.is_meta else str(weight.dtype)
     else:
-        last = int((d2t + torch.arange(len(d2t), device=d2t.device)).max())
+        last = int(drafted_ids(d2t).max())
         if weight.ndim == 2 and weight.shape[0] > last and weight.shape[1] == width:
             return None
         found = f"of shape {list(weight.shape)}"
