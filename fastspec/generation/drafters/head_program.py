@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fastspec.generation.decoder_layer import (
     FullAttention,
+    Gated,
     LayerFamily,
     LayerParts,
     Linear,
@@ -20,7 +21,6 @@ from fastspec.generation.decoder_layer import (
     Norm,
     Product,
     RmsNorm,
-    StoredGated,
     StoredLinears,
     gated,
     is_plain,
@@ -197,7 +197,7 @@ class HeadProgram:
         """`gated` of plain layers, or of those in 8 bits."""
         if not isinstance(gate, RoundedLinear):
             return gated(self.ops, gate, up, down)
-        return StoredGated(replace(self._product((gate, up)), kind=SILU), down)
+        return Gated(StoredLinears(self.ops, (gate, up), SILU), down)
 
     def _parts(self, index: int) -> LayerParts:
         layer, ops, cut = self._layer(index), self.ops, self.cut

@@ -15,7 +15,6 @@ from fastspec.generation.decoder_layer import (
     LayerParts,
     Linears,
     RmsNorm,
-    StoredGated,
     StoredLinears,
 )
 from fastspec.generation.ops import Ops
@@ -127,10 +126,10 @@ def refuse_parts(model: Any, layers: Sequence[LayerParts]) -> None:
 
 
 def _is_stored(layer: LayerParts) -> bool:
-    mixer = layer.mixer
-    return isinstance(layer.mlp, StoredGated) or (
-        isinstance(mixer, FullAttention) and isinstance(mixer.qkv, StoredLinears)
-    )
+    mixer, mlp = layer.mixer, layer.mlp
+    read = [mixer.qkv] if isinstance(mixer, FullAttention) else []
+    read += [mlp.gate_up] if isinstance(mlp, Gated) else []
+    return any(isinstance(each, StoredLinears) for each in read)
 
 
 def _others(layer: LayerParts) -> Iterator[str]:
@@ -139,7 +138,7 @@ def _others(layer: LayerParts) -> Iterator[str]:
         yield f"{type(mixer).__name__}, which sums over a tree otherwise than over a text"
     elif not isinstance(mixer.qkv, PRODUCTS) or not isinstance(mixer.out, PRODUCTS):
         yield "projections of attention that are no plain linear layers of this process"
-    if not isinstance(mlp, (Gated, StoredGated)) or not isinstance(mlp.out, PRODUCTS):
+    if not isinstance(mlp, Gated) or not isinstance(mlp.out, PRODUCTS):
         yield "a feed-forward other than a gated one of plain linear layers (a mixture, a module of its own)"
     norms = layer.input_norm, layer.mlp_norm, layer.mixer_out_norm, layer.mlp_out_norm
     if any(norm is not None and not isinstance(norm, RmsNorm) for norm in norms):
