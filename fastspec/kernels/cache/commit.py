@@ -20,6 +20,7 @@ from fastspec.kernels.launch import dependent, wait_for_previous
 
 BLOCK_ELEMENTS = 4096  # of keys, and as many of values, in the registers of a program
 MAX_SLOTS = 512
+STRIDES = ["s_tokens_b", "s_tokens_n", "s_path_b", "s_path_p", "s_accepted", "s_bonus", "s_active", "s_root"]
 
 
 @triton.jit(
@@ -111,7 +112,7 @@ def kv_block_copy(k_cache: Tensor, v_cache: Tensor, source: Tensor, target: Tens
     )
 
 
-@triton.jit(do_not_specialize=["steps", "bound", "s_lengths", "s_path_b", "s_path_p", "s_accepted", "s_active"])
+@triton.jit(do_not_specialize=["steps", "bound", "s_lengths", *STRIDES])
 def _commit_slots_kernel(
     p_lengths,
     p_path,
@@ -169,19 +170,7 @@ def commit_slots(lengths: Tensor, path: Tensor, accepted: Tensor, active: Tensor
     return source, target
 
 
-@triton.jit(
-    do_not_specialize=[
-        "steps",
-        "s_tokens_b",
-        "s_tokens_n",
-        "s_path_b",
-        "s_path_p",
-        "s_accepted",
-        "s_bonus",
-        "s_active",
-        "s_root",
-    ]
-)
+@triton.jit(do_not_specialize=["steps", *STRIDES])
 def _emit_kernel(
     p_tokens,
     p_path,

@@ -16,21 +16,10 @@ from fastspec.kernels.arguments import CONTIGUOUS, PACKED, expect
 from fastspec.kernels.launch import dependent, wait_for_previous
 
 PAIR_BLOCK = 2048  # channels that a program copies
+STRIDES = ["s_path_b", "s_path_p", "s_accepted", "s_bonus", "s_active", "s_root", "s_lengths", "s_counts"]
 
 
-@triton.jit(
-    do_not_specialize=[
-        "steps",
-        "s_path_b",
-        "s_path_p",
-        "s_accepted",
-        "s_bonus",
-        "s_active",
-        "s_root",
-        "s_lengths",
-        "s_counts",
-    ]
-)
+@triton.jit(do_not_specialize=["steps", *STRIDES])
 def _path_pairs_kernel(
     p_features,
     p_path,
@@ -110,7 +99,7 @@ def path_pairs(
     return taken, counts, slots
 
 
-@triton.jit(do_not_specialize=["bound", "s_counts", "s_lengths"])
+@triton.jit(do_not_specialize=["bound", *STRIDES])
 def _keep_last_kernel(
     p_hidden,
     p_readout,
@@ -187,7 +176,7 @@ def keep_last(
 ROOT_BLOCK = 8192  # channels that a program copies at a time
 
 
-@triton.jit(do_not_specialize=["capacity", "s_bonus", "s_active", "s_counts"])
+@triton.jit(do_not_specialize=["capacity", *STRIDES])
 def _keep_pair_kernel(
     p_features,
     p_bonus,
