@@ -16,6 +16,11 @@ def packed(x: Tensor) -> bool:
     return x.shape[-1] <= 1 or x.stride(-1) == 1
 
 
+def strides(most: int, *tensors: Tensor) -> list[int]:
+    """The first `most` strides of each of these tensors, one tensor after another."""
+    return [stride for each in tensors for stride in each.stride()[:most]]
+
+
 def expect(
     op: str, shape: Sequence[int | str], dtype: torch.dtype | None, lies: str = ANYHOW, /, **given: Tensor
 ) -> None:

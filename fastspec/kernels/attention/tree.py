@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastspec.kernels.arguments import CONTIGUOUS, PACKED, expect
 from fastspec.kernels.attention import hopper
 from fastspec.kernels.attention.few_queries import MAX_ROWS, few_attention, processors
 from fastspec.kernels.attention.launches import TreeLaunch, tree_launch_for
@@ -348,19 +349,16 @@ def _check(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, scale: float) ->
         )
     if q.shape[3] > 512:
         raise ValueError(f"the head size is {q.shape[3]}; at most 512 is accepted")
-    if q.stride(3) != 1 or k.stride(3) != 1 or v.stride(3) != 1:
-        strides = f"{q.stride(3)}, {k.stride(3)}, {v.stride(3)}"
-        raise ValueError(f"the last dimension of q, k, v must be contiguous; its strides are {strides}")
+    for name, each in (("q", q), ("k", k), ("v", v)):
+        expect("tree_attention", each.shape, None, PACKED, **{name: each})
     if not scale > 0:
         raise ValueError(f"the scale is {scale}; it must be positive")
 
 
 def _check_extras(q: Tensor, sinks: Tensor | None, cap: float | None) -> None:
-    if sinks is not None and (sinks.shape != q.shape[2:3] or sinks.dtype not in DTYPES or not sinks.is_contiguous()):
-        given = f"{sinks.dtype} of shape {tuple(sinks.shape)} and stride {sinks.stride()}"
-        raise ValueError(
-            f"sinks are {given}; they must be contiguous floats [{q.shape[2]}] of one of {', '.join(map(str, DTYPES))}"
-        )
+    if sinks is not None:
+        kind = sinks.dtype if sinks.dtype in DTYPES else q.dtype
+        expect("tree_attention", q.shape[2:3], kind, CONTIGUOUS, sinks=sinks)
     if cap is not None and not 0 < cap < math.inf:
         raise ValueError(f"the cap is {cap}; it must be positive and finite, or None")
 

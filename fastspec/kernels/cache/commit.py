@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec.kernels.arguments import PACKED, expect
+from fastspec.kernels.arguments import PACKED, expect, strides
 from fastspec.kernels.launch import dependent, wait_for_previous
 
 BLOCK_ELEMENTS = 4096  # of keys, and as many of values, in the registers of a program
@@ -152,7 +152,6 @@ def commit_slots(lengths: Tensor, path: Tensor, accepted: Tensor, active: Tensor
     expect("commit_slots", (batch,), torch.bool, active=active)
     source, target = torch.empty(2, batch, steps, dtype=torch.int64, device=path.device)
     if batch > 0:
-        strides = lengths.stride(0), *path.stride(), accepted.stride(0), active.stride(0)
         _commit_slots_kernel[(batch,)](
             lengths,
             path,
@@ -162,7 +161,9 @@ def commit_slots(lengths: Tensor, path: Tensor, accepted: Tensor, active: Tensor
             target,
             steps,
             bound,
-            *strides,
+            lengths.stride(0),
+            *path.stride(),
+            *strides(1, accepted, active),
             max(2, triton.next_power_of_2(steps)),
             num_warps=1,
             **dependent(path.device),
@@ -219,7 +220,6 @@ def emit(tokens: Tensor, path: Tensor, accepted: Tensor, bonus: Tensor, active: 
     expect("emit", (batch,), torch.bool, active=active)
     packed = torch.empty(batch, 1 + steps, dtype=torch.int64, device=path.device)
     if batch > 0:
-        strides = *tokens.stride(), *path.stride(), *(x.stride(0) for x in (accepted, bonus, active, root))
         _emit_kernel[(batch,)](
             tokens,
             path,
@@ -229,7 +229,8 @@ def emit(tokens: Tensor, path: Tensor, accepted: Tensor, bonus: Tensor, active: 
             root,
             packed,
             steps,
-            *strides,
+            *strides(2, tokens, path),
+            *strides(1, accepted, bonus, active, root),
             max(2, triton.next_power_of_2(steps)),
             num_warps=1,
             **dependent(path.device),

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec.kernels.arguments import CONTIGUOUS, PACKED, expect
+from fastspec.kernels.arguments import CONTIGUOUS, PACKED, expect, strides
 from fastspec.kernels.launch import dependent, wait_for_previous
 from fastspec.kernels.layer.norms import MAX_SIZE, norm_row, row_warps
 
@@ -73,7 +73,6 @@ def tree_input(
     if tokens.numel() > 0:
         block = max(16, min(NODE_BLOCK, triton.next_power_of_2(size)))
         grid = max(1, triton.cdiv(size, block)), nodes, batch
-        strides = *tokens.stride(), *depths.stride(), lengths.stride(0), stride
         _tree_input_kernel[grid](
             tokens,
             depths,
@@ -85,7 +84,9 @@ def tree_input(
             nodes,
             last,
             size,
-            *strides,
+            *strides(2, tokens, depths),
+            lengths.stride(0),
+            stride,
             table is not None,
             block,
             num_warps=max(1, min(4, block // 256)),

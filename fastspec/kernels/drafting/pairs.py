@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec.kernels.arguments import CONTIGUOUS, PACKED, expect
+from fastspec.kernels.arguments import CONTIGUOUS, PACKED, expect, strides
 from fastspec.kernels.launch import dependent, wait_for_previous
 
 PAIR_BLOCK = 2048  # channels that a program copies
@@ -91,10 +91,9 @@ def path_pairs(
             (features, path, accepted, bonus, active.view(torch.uint8), root, lengths),
             (taken, counts, slots),
         )
-        apart = [x.stride(0) for x in (accepted, bonus, active, root, lengths, counts)]
-        strides = *features.stride()[:2], *path.stride(), *apart
+        apart = strides(2, features, path), strides(1, accepted, bonus, active, root, lengths, counts)
         _path_pairs_kernel[(max(1, triton.cdiv(size, PAIR_BLOCK)), steps, batch)](
-            *read, *written, steps, size, *strides, PAIR_BLOCK, num_warps=4, **dependent(path.device)
+            *read, *written, steps, size, *apart[0], *apart[1], PAIR_BLOCK, num_warps=4, **dependent(path.device)
         )
     return taken, counts, slots
 
@@ -156,8 +155,6 @@ def keep_last(
     if batch == 0:
         return
     kept = last_hidden, last_readout
-    apart = [x.stride(0) for x in (*kept, counts, lengths)]
-    strides = *hidden.stride()[:2], *readout.stride()[:2], *apart
     _keep_last_kernel[(max(1, triton.cdiv(size, PAIR_BLOCK)), 2, batch)](
         hidden,
         readout,
@@ -166,7 +163,8 @@ def keep_last(
         lengths,
         bound,
         size,
-        *strides,
+        *strides(2, hidden, readout),
+        *strides(1, *kept, counts, lengths),
         PAIR_BLOCK,
         num_warps=4,
         **dependent(hidden.device),
@@ -222,7 +220,7 @@ def keep_pair(features: Tensor, bonus: Tensor, active: Tensor, counts: Tensor, h
     expect("keep_pair", (batch, capacity), torch.int64, CONTIGUOUS, tokens=tokens)
     if batch > 0:
         read, written = (features, bonus, active.view(torch.uint8)), (counts, held, tokens)
-        strides = [x.stride(0) for x in (features, bonus, active, counts)]
+        apart = strides(1, features, bonus, active, counts)
         _keep_pair_kernel[(batch,)](
-            *read, *written, capacity, size, *strides, ROOT_BLOCK, num_warps=8, **dependent(tokens.device)
+            *read, *written, capacity, size, *apart, ROOT_BLOCK, num_warps=8, **dependent(tokens.device)
         )

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec.kernels.arguments import CONTIGUOUS, PACKED, expect
+from fastspec.kernels.arguments import CONTIGUOUS, PACKED, expect, strides
 from fastspec.kernels.drafting.topk_expand import order_bits
 from fastspec.kernels.launch import dependent, wait_for_previous
 
@@ -124,7 +124,6 @@ def tree_build(
     tree_tokens, tree_parents, tree_depths = torch.empty(3, batch, nodes, dtype=torch.int64, device=scores.device)
     words = torch.empty(batch, nodes, width, dtype=torch.int64, device=scores.device)
     grown, tree = (scores, tokens, parents, depths, root), (tree_tokens, tree_parents, tree_depths, words)
-    strides = [x.stride(0) for x in (scores, tokens, parents, root)]
     padded, doublings = max(64, triton.next_power_of_2(count)), max(1, (nodes - 1).bit_length())
     _tree_build_kernel[(batch,)](
         *grown,
@@ -133,7 +132,7 @@ def tree_build(
         nodes,
         width,
         doublings,
-        *strides,
+        *strides(1, scores, tokens, parents, root),
         padded,
         max(16, triton.next_power_of_2(nodes)),
         triton.next_power_of_2(width),

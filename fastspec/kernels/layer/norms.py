@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec.kernels.arguments import CONTIGUOUS, PACKED, expect
+from fastspec.kernels.arguments import CONTIGUOUS, PACKED, expect, strides
 from fastspec.kernels.launch import dependent, wait_for_previous
 from fastspec.kernels.linear.reference import Parts
 
@@ -145,14 +145,13 @@ def rms_norm(
     if normed.numel() == 0:
         return normed, total
     block = max(16, triton.next_power_of_2(size))
-    rows = x_rows, residual_rows, out_rows, total_rows
     _rms_norm[(len(out_rows),)](
         x_rows,
         residual_rows,
         weight,
         out_rows,
         total_rows,
-        *(each.stride(0) for each in rows),
+        *strides(1, x_rows, residual_rows, out_rows, total_rows),
         eps,
         SIZE=size,
         BLOCK=block,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec.kernels.arguments import CONTIGUOUS, PACKED, expect
+from fastspec.kernels.arguments import CONTIGUOUS, PACKED, expect, strides
 from fastspec.kernels.launch import dependent, wait_for_previous
 
 HEADS = 8
@@ -237,16 +237,16 @@ def rope_cache(
     parts = triton.cdiv(q_heads, HEADS) + 2 * triton.cdiv(kv_heads, HEADS)
     read, written = (qkv, cos, sin, positions, slots), (q, k_cache, v_cache)
     weights = q_norm if norm else qkv, k_norm if norm else qkv, qkv if factor is None else factor
-    strides = *qkv.stride()[:2], cos.stride(0), sin.stride(0), *positions.stride(), *slots.stride()
     _rope_cache[(nodes, parts, batch)](
         *read,
         *written,
         *weights,
         eps,
         nodes,
-        *strides,
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
+        *qkv.stride()[:2],
+        *strides(1, cos, sin),
+        *strides(2, positions, slots),
+        *strides(3, k_cache, v_cache),
         HQ=q_heads,
         HKV=kv_heads,
         SIZE=size,

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastspec.kernels.arguments import strides
 from fastspec.kernels.launch import dependent, wait_for_previous
 from fastspec.kernels.recurrent.reference import DecayRates
 
@@ -425,11 +426,7 @@ def wide_tree(
         nodes,
         rates.scale,
         root,
-        *mixed.stride()[:2],
-        *a.stride()[:2],
-        *b.stride()[:2],
-        *words.stride()[:2],
-        *gates.stride()[:2],
+        *strides(2, mixed, a, b, words, gates),
         **shared,
         STEP=min(step, wide),
         num_warps=warps,
@@ -446,9 +443,7 @@ def wide_tree(
         out,
         nodes,
         root,
-        *mixed.stride()[:2],
-        *updates.stride()[:2],
-        *gates.stride()[:2],
+        *strides(2, mixed, updates, gates),
         **shared,
         DV=sizes["DV"],
         DV_BLOCK=sizes["DV_BLOCK"],

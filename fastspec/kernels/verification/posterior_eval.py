@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec.kernels.arguments import ANYHOW, PACKED, expect
+from fastspec.kernels.arguments import ANYHOW, PACKED, expect, strides
 from fastspec.kernels.drafting.topk_expand import EMPTY, key_index, sort_key, tile_mass
 from fastspec.kernels.launch import dependent, wait_for_previous
 from fastspec.kernels.verification.reference import LAST_SHIFT, MIXERS, NO_TOKEN, STEP, SamplingSettings, signed
@@ -226,7 +226,7 @@ def pick(scores: Tensor, uniform: Tensor | None, settings: SamplingSettings | No
     vocab = scores.shape[-1]
     x = _in_rows(scores, 1)
     batch, nodes = x.shape[:2]
-    rows, chunks, strides = batch * nodes, triton.cdiv(vocab, CHUNK), x.stride()[:2]
+    rows, chunks, apart = batch * nodes, triton.cdiv(vocab, CHUNK), x.stride()[:2]
     ids = torch.empty(scores.shape[:-1], dtype=torch.int64, device=scores.device)
     if rows == 0:
         return ids
@@ -237,7 +237,7 @@ def pick(scores: Tensor, uniform: Tensor | None, settings: SamplingSettings | No
     peak, mass = torch.empty(2, rows, chunks, dtype=torch.float32, device=scores.device)
     sizes, kept = (vocab, nodes, chunks, inverse_of(settings)), (settings.temperature != 1, settings.filters)
     _chunk_mass_kernel[(chunks, rows)](
-        x, peak, mass, low, first, *sizes, *strides, CHUNK, *kept, num_warps=CHUNK_WARPS, **pdl
+        x, peak, mass, low, first, *sizes, *apart, CHUNK, *kept, num_warps=CHUNK_WARPS, **pdl
     )
     _draw_kernel[(rows,)](
         x,
@@ -248,7 +248,7 @@ def pick(scores: Tensor, uniform: Tensor | None, settings: SamplingSettings | No
         u,
         ids,
         *sizes,
-        *strides,
+        *apart,
         *u.stride(),
         padded,
         CHUNK,
@@ -302,7 +302,6 @@ def posterior_walk(tokens: Tensor, parents: Tensor, picks: Tensor, steps: int) -
     path = torch.empty(batch, steps, dtype=torch.int64, device=tokens.device)
     accepted, bonus = torch.empty(2, batch, dtype=torch.int64, device=tokens.device)
     padded = max(32, triton.next_power_of_2(nodes))
-    strides = [x.stride(0) for x in given.values()]
     _walk_kernel[(batch,)](
         *given.values(),
         path,
@@ -310,7 +309,7 @@ def posterior_walk(tokens: Tensor, parents: Tensor, picks: Tensor, steps: int) -
         bonus,
         nodes,
         steps,
-        *strides,
+        *strides(1, *given.values()),
         padded,
         num_warps=1 if padded <= 256 else 4,
         **dependent(tokens.device),
