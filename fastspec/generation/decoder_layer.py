@@ -243,8 +243,7 @@ class LayerParts:
 
 
 Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""Attention of a caller: the number of a layer, its queries [B, T, Hq, D], keys and values [B, T, Hkv, D] -> [B, T, Hq,
-D]."""
+"""A caller's attention: a layer's number, queries [B, T, Hq, D], keys and values [B, T, Hkv, D] -> [B, T, Hq, D]."""
 
 
 class LayerFamily(ABC):
@@ -327,8 +326,7 @@ class RmsNorm:
 
 @dataclass(frozen=True, slots=True)
 class Linears:
-    """Plain linear layers over one input, their outputs side by side; with a kind, of a gate and an up part,
-    opened(gate) * up."""
+    """Plain linear layers over one input, their outputs side by side; with a kind, opened(gate) * up of two parts."""
 
     ops: Ops
     layers: tuple[Weights, ...]
@@ -367,8 +365,7 @@ class StoredLayer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoredLinears:
-    """Linear layers of stored weights over one input, their outputs side by side; with a kind, of a gate and an up
-    part, opened(gate) * up."""
+    """`Linears` of stored weights."""
 
     ops: Ops
     layers: tuple[StoredLayer, ...]

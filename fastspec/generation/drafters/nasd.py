@@ -224,8 +224,7 @@ class NasdDrafter(HostDrafter):
         """Tokens that are counted while a pass runs; None: all, at once."""
         self.budget = DraftBudget(self._rest(self.look), torch.device("cpu"), GRANTED)
         self.promised, self.delivered, self.hoped, self.size = 0.0, 0.0, 0.0, min(sizes)
-        """Drafts promised and accepted so far, later ones with more weight; those that the last round promised, and its
-        nodes."""
+        """Drafts promised and accepted so far, later ones with more weight; drafts and nodes of the last round."""
         self.growths: list[Growth] | None = None
         """The trees of the next round, where they were looked up."""
         self.tried = 0
@@ -302,8 +301,7 @@ class NasdDrafter(HostDrafter):
         return None if spent is None else spent * self.costs[size] / self.costs[near]
 
     def price(self, size: int) -> float:
-        """Target passes that a round of this size, or one that looked up in vain, costs more than one of rounds that
-        look nothing up."""
+        """Target passes that a round of this size (0: one that looked up in vain) costs more than a plain one."""
         plain, spent = self.times.ms(1), self._ms(size) if size else self.times.ms(IN_VAIN)
         if plain is None or spent is None:
             return self.prices[size] if size else self.look
@@ -479,8 +477,7 @@ def check_tokens(storage: Storage | str, vocabulary: int) -> None:
 
 
 def check_drafts(storage: Storage, tokens: list[int], vocabulary: int) -> None:
-    """Raise FastSpecError where a storage that is not one of ours drafts tokens that a model of so many does not
-    have."""
+    """Raise FastSpecError where a storage that is not one of ours drafts tokens that a model of so many lacks."""
     if isinstance(storage, (NgramStorage, SuffixStorage)):  # what they hold was checked, what they are fed is real
         return
     for token in tokens:

@@ -33,8 +33,7 @@ A quarter more where they did in a larger share of the last texts than PROVEN.""
 SHARE = 0.0075
 """Target passes that every round adds to what drafts may lose."""
 SLACK = 1.0
-"""Target passes at the most that a round may be measured to cost beyond what is known of its size: something else may
-have held it up."""
+"""Target passes at the most that a round is taken to cost beyond what is known of its size: others may hold it up."""
 MOST_EARNED = 16.0
 """Target passes that drafts may lose at the most, however much they brought before."""
 LONGEST_REST = 256
@@ -54,8 +53,7 @@ DECAY = 0.98
 BETWEEN_CALLS = 0.5
 """Weight that the rounds of earlier calls keep."""
 CURIOUS, ENOUGH = 0.08, 32.0
-"""Part by which a size that was not tried may promise less than another and be tried, and the rounds of texts that do
-away with it."""
+"""Part by which an untried size may promise less than another and be tried, and the rounds of texts that end this."""
 RENEWED = 0.25
 """Weight of a block's milliseconds among those of its size."""
 MOST_TRIES = 3

@@ -1,5 +1,4 @@
-"""The engine of calls of one kind: a target, a drafter, the programs of their rounds, and the graphs captured of
-these."""
+"""The engine of calls of one kind: a target, a drafter, the programs of their rounds, and their graphs."""
 
 from __future__ import annotations
 

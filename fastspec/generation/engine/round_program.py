@@ -48,8 +48,7 @@ class Scored:
 @dataclass(frozen=True, slots=True)
 class VerifiedTree:
     """A scored tree with its verdict. `scores` are what the verdict was made of, fp32 as the processors leave them: at
-    every node [B, N, V], or with `along_path` at every step of the verdict's path [B, P, V]; None where nobody may ask
-    for them."""
+    every node [B, N, V], or with `along_path` at every step of the path [B, P, V]; None where nobody may ask."""
 
     scored: Scored
     verdict: Verdict
@@ -275,8 +274,7 @@ class RoundProgram:
         return self.clock.watch(phases)
 
     def on_copy(self, phases: Callable[[TokenTree, int], Value], max_path: int, *parts: Tensor) -> Marked[Value]:
-        """Phases on the copy of a tree that a graph reads, in bounds of any length: its tokens, parents, depths and
-        ancestors."""
+        """Phases, in bounds of any length, on the tokens, parents, depths and ancestors that a graph reads."""
 
         def run() -> Value:
             self.mark("copy")

@@ -42,8 +42,7 @@ class HeadCheckpoint(Description):
 
     @classmethod
     def of(cls, module: EagleHead) -> HeadCheckpoint:
-        """A module, checked like a file. Raises CheckpointError for values not finite or not there, and draft ids
-        without tokens."""
+        """A module, checked like a file. Raises CheckpointError for values not finite or missing, and bad draft ids."""
         where, config = "this EagleHead", module.config
         if any(tensor.is_meta for tensor in module.state_dict().values()):
             raise CheckpointError(f"{where} is on the device meta, without values: fastspec.load_head loads one")

@@ -293,8 +293,7 @@ class DraftHead(nn.Module):
         return self.binding
 
     def target_rows(self, lm_head: nn.Module, ids: Tensor | None = None) -> Tensor:
-        """The rows [V_d, H] of the target's LM head for the drafted tokens, or for `ids`; of all processes that hold it
-        together."""
+        """Rows [V_d, H] of the target's LM head, of all its processes, for the drafted tokens, or for `ids`."""
         weight = cast(Tensor, lm_head.weight).detach()
         ids = (self.drafted() if ids is None else ids).to(weight.device)
         if not isinstance(weight, DTensor):
