@@ -145,8 +145,7 @@ def _commit_slots_kernel(
 
 
 def commit_slots(lengths: Tensor, path: Tensor, accepted: Tensor, active: Tensor, bound: int) -> tuple[Tensor, Tensor]:
-    """`reference.commit_slots`: lengths [B], which grow in place, path [B, P], accepted [B] int64, active [B] bool, any
-    strides."""
+    """`reference.commit_slots`: lengths [B], path [B, P], accepted [B] int64, active [B] bool, of any strides."""
     batch, steps = path.shape
     expect("commit_slots", (batch,), torch.int64, lengths=lengths, path=path[:, 0], accepted=accepted)
     expect("commit_slots", (batch,), torch.bool, active=active)

@@ -187,8 +187,7 @@ def _head_input_kernel(
     CHOOSE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One half of a node's input: from its token, or from its state. With CHOOSE the nodes are children that p_index
-    names."""
+    """One half of a node's input: from its token, or its state. With CHOOSE nodes are children that p_index names."""
     place, row, half = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     o_h = tl.arange(0, BLOCK)
     m_h = o_h < SIZE

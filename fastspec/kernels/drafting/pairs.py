@@ -46,8 +46,7 @@ def _path_pairs_kernel(
     BF: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A part of one node's features; the first part of a node writes its slot, the first of a row what there is
-    once."""
+    """A part of one node's features; a node's first part writes its slot, a row's first what there is once."""
     wait_for_previous(PDL)
     part, place, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     node = tl.load(p_path + row * s_path_b + place * s_path_p)

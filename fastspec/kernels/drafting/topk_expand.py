@@ -69,8 +69,7 @@ def tile_mass(b_x, axis: tl.constexpr):
 
 @triton.jit
 def log_total(b_peak, b_mass):
-    """The logarithm of the sum of tiles' masses [T], each relative to the tile's peak [T]; a mass of 0 counts for
-    nothing."""
+    """Logarithm of the sum of tiles' masses [T], each relative to its peak [T]; a mass of 0 counts for nothing."""
     top = tl.max(b_peak, 0)
     base = tl.where(top == float("-inf"), 0.0, top)
     # The mass goes into the exponent: a sum of products is fused in another order by each thread, and equal logits
@@ -82,8 +81,7 @@ def log_total(b_peak, b_mass):
 
 @triton.jit
 def _leave_best(b_x, o_v, o_r, vocab, rows, tile, tiles, nodes, p_keys, p_peak, p_mass, p_arrived, count: tl.constexpr):
-    """Store the `count` best keys of logits b_x [BV, BR], their maximum and mass, for nodes o_r and ids o_v of one
-    tile."""
+    """Store the `count` best keys, maximum and mass of logits b_x [BV, BR], for nodes o_r and ids o_v of a tile."""
     m_r = o_r < rows
     m_v = (o_v < vocab)[:, None]
     b_x = tl.where(m_v, b_x, float("-inf"))

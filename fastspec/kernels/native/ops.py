@@ -28,8 +28,7 @@ from fastspec.kernels.verification import reference as verification_reference
 from fastspec.kernels.verification.reference import SamplingSettings
 
 MOST_ROWS = 64
-"""Rows of a product, and nodes whose attention is taken here; more are a prompt's, and torch's own are made for
-that."""
+"""Rows of a product, and nodes whose attention is taken here; more are a prompt's, for which torch's own are made."""
 ENDINGS = {torch.float32: "", torch.bfloat16: build.BF16}
 """Ends of the names of a dtype's kernels."""
 
@@ -41,8 +40,7 @@ def plain(*tensors: Tensor) -> bool:
 
 
 def rows_of(x: Tensor) -> Tensor | None:
-    """x [..., H] as [R, H] in place, or None where it does not lie so: a row is contiguous, and rows are evenly
-    apart."""
+    """x [..., H] as [R, H] in place, or None where rows are not contiguous, or not evenly apart."""
     if x.is_contiguous():
         return x.view(-1, x.shape[-1])
     apart, count = x.shape[-1], 1
@@ -190,8 +188,7 @@ class Native:
         interleaved: bool = False,
         factor: Tensor | None = None,
     ) -> Tensor:
-        """`reference.rope_cache`; gated, tied and normed values, interleaved channels, factors and values of another
-        size by torch."""
+        """`reference.rope_cache`; gates, tied or normed values, interleaved channels, factors, other sizes by torch."""
         one_norm = (q_norm is None) != (k_norm is None)
         rare = gated or norms_values or ties_values or interleaved or factor is not None or one_norm
         heads, size = k_cache.shape[1], k_cache.shape[3]
@@ -249,8 +246,7 @@ class Native:
         x: Tensor | None = None,
     ) -> tuple[Tensor, Tensor] | None:
         """`reference.stack` by the same kernels as the ops above, bit for bit; None, and nothing has happened, for more
-        than 64 rows, layers of which a kernel does not take an operation, and in fp32 where a product is quicker
-        another way."""
+        than 64 rows, layers that the kernels do not take, and in fp32 where a product is quicker another way."""
         rows, table, given = total.shape[0] * total.shape[1], table_of(layers), (total,) if x is None else (total, x)
         angles = places[0].cos.dtype
         if table is None or rows > MOST_ROWS or not plain(*given) or total.dtype is not table.dtype:
@@ -292,8 +288,7 @@ class Native:
         return out
 
     def topk_logprobs(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """`reference.topk_logprobs`, the lower id first among equals; logits that are not numbers are not looked
-        for."""
+        """`reference.topk_logprobs`, the lower id first among equals; NaN is not looked for."""
         if not plain(logits) or not logits.is_contiguous() or not 0 < count <= logits.shape[-1]:
             return drafting_reference.topk_logprobs(logits, count)
         shape = *logits.shape[:-1], count

@@ -64,8 +64,7 @@ def tensors_of(layer: PlainLayer) -> Iterator[Tensor]:
 
 
 class StackTable:
-    """Table of what is the same in every pass over some layers. `fits` is false where the kernels do not compute
-    them."""
+    """Table of what is the same in every pass over layers; `fits` is false where the kernels do not compute them."""
 
     def __init__(self, layers: PlainLayers) -> None:
         self.tensors = [tensor for layer in layers.rows for tensor in tensors_of(layer)]
@@ -161,8 +160,7 @@ def table_of(layers: PlainLayers) -> StackTable | None:
 def placed(
     table: StackTable, layers: PlainLayers, places: Sequence[LayerPlace], taps: Mapping[int, Tensor]
 ) -> list[Tensor] | None:
-    """Write into the table where the layers stand in a pass -> tensors that must outlive it; None where the kernels do
-    not read them so."""
+    """Write the layers' places in a pass into the table -> tensors that must outlive it; None where they do not fit."""
     kept: list[Tensor] = []
     seen: dict[int, Tensor] = {}
     assert table.rows is not None

@@ -164,8 +164,7 @@ def _hold(
 
 
 def hold(x: Tensor, held: Tensor, counts: Tensor) -> None:
-    """`reference.hold`; x [B, T, C] and held [B, K, C] with a contiguous last dimension, counts [B] int64
-    contiguous."""
+    """`reference.hold`; x [B, T, C], held [B, K, C] with a contiguous last dimension, counts [B] int64 contiguous."""
     _launch(x[None], held[None], counts, None, None)
 
 

@@ -47,8 +47,7 @@ def tile_of(HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constex
 
 @triton.jit
 def keys_of(p_mixed, stride, rows, m_rows, first, SIZE: tl.constexpr, STEP: tl.constexpr):
-    """STEP channels of rows of one head, from `first` on, of which SIZE are the head's: [len(rows), STEP] as they
-    lie."""
+    """STEP channels of rows of one head, from `first` on, of which SIZE are the head's: [len(rows), STEP]."""
     o_d = tl.arange(0, STEP)
     return tl.load(
         p_mixed + rows[:, None] * stride + (first + o_d)[None, :],
@@ -188,8 +187,7 @@ def add_updates(
     STEP: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """The state at p_state becomes decay times itself and the sum of the rows' weighted keys times their updates, in
-    place."""
+    """The state at p_state becomes decay times itself and the sum of the rows' weighted keys times their updates."""
     for at in range(0, SIZE, STEP):
         o_k = at + tl.arange(0, STEP)
         p_s = p_state + o_k[:, None] * DV + o_v[None, :]

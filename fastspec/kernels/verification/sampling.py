@@ -53,8 +53,7 @@ def kept_chunk(
     WARP: tl.constexpr,
     CUT: tl.constexpr,
 ):
-    """The same under settings: times the inverse temperature, and -inf below the row's cut. NaN and +inf stay, wherever
-    that is."""
+    """The same under settings: times the inverse temperature, and -inf below the row's cut. NaN and +inf stay."""
     o_v, b_x = row_chunk(p_x, row, chunk, vocab, nodes, s_xb, s_xm, BV)
     if WARP:
         b_x *= inverse
@@ -156,8 +155,7 @@ def _digit_kernel(
     TP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The next digit of the rank at which a row is cut: each digit's count, or mass, in a chunk, then the last
-    program's choice."""
+    """The next digit of the rank that cuts a row: each digit's count or mass in a chunk, then the last one's choice."""
     wait_for_previous(PDL)
     row, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
     o_v, b_x = row_chunk(p_x, row, chunk, vocab, nodes, s_xb, s_xm, BV)
@@ -224,8 +222,7 @@ def _close_kernel(
     TP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A row's cut: top-p's value and the first of the equal ids that it keeps, or min-p's value where that is
-    higher."""
+    """A row's cut: top-p's value and the first of the equal ids that it keeps, or a higher value of min-p's."""
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     top = _highest(p_peak, row, chunks, TP) * before * after

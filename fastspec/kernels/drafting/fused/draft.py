@@ -276,8 +276,7 @@ def supports(config: Any) -> bool:
 
 
 def draft_weights(bound: Any, qkv: Tensor, gate_up: Tensor) -> DraftWeights:
-    """The weights of a BoundHead; qkv [E, 2 * H] and gate_up [2 * I, H] are its projections, one after another in one
-    tensor."""
+    """The weights of a BoundHead; qkv [E, 2 * H] and gate_up [2 * I, H] are its projections, one after another."""
     head, embed = bound.module, bound.binding.embedding
     c, layer = head.config, head.layers[0]
     if not supports(c):
@@ -342,8 +341,7 @@ def _tiles(dtype: torch.dtype, rows: int) -> dict[str, int]:
 
 
 def _programs(device: torch.device, dtype: torch.dtype, m: dict[str, Any]) -> int:
-    """Programs that are on the device together: two per multiprocessor where their shared memory and registers (255 a
-    thread) fit."""
+    """Programs on the device together: two per multiprocessor where shared memory and registers (255 a thread) fit."""
     count, memory = _multiprocessors(device)
     products = m["STAGES"] * max((m["BN"] + m["BR"]) * m["BK"], (m["BV"] + m["BR"]) * m["BKV"])
     attention = (m["BM"] + 2 * m["STAGES_KV"] * m["BJ"]) * m["D"]
