@@ -85,8 +85,7 @@ class TokenTree:
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
-    """Draft tree of one row on the host: tokens and parents of its nodes, node 0 the root, and the accepted path as
-    node ids from the root on."""
+    """Draft tree of one row on the host: tokens and parents of its nodes, and the accepted path from root 0 on."""
 
     tokens: list[int]
     parents: list[int]

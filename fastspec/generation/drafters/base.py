@@ -379,8 +379,7 @@ OPTIONAL = {
 
 
 class Adopted(Drafter):
-    """A third party's drafter of `nodes`, `max_path` and three methods, which are called by position. With `may_draw`
-    its trees may bring `TokenTree.q`."""
+    """A third party's drafter of three methods, called by position; `may_draw`: trees may bring `TokenTree.q`."""
 
     def __init__(self, theirs: Any, may_draw: bool) -> None:
         self.traits = Traits(draws=may_draw)

@@ -96,8 +96,7 @@ def grow(
 
 
 def best_size(growths: list[Growth], costs: dict[int, float], trust: float = 1.0) -> int:
-    """The number of nodes that promises most tokens per cost to all rows together, where drafts keep the share `trust`
-    of what they promise."""
+    """Number of nodes that promises most tokens per cost to all rows, where the share `trust` of promises is kept."""
     if all(len(growth.tokens) == 1 for growth in growths):
         return min(costs)
     sums = [
@@ -232,8 +231,7 @@ class NasdDrafter(HostDrafter):
         self.fruitless, self.vain = 0, False
         """Look-ups in vain since the last drafts, and whether the next round has waited for one."""
         self.cursors: list[Cursor] = [storage.start() for storage in storages]
-        """Places up to which the rows are counted; what comes after each are its tokens in `unread`, with the target's
-        likeliest ones beside each."""
+        """Places up to which the rows are counted; `unread` has the tokens after each, with the likeliest beside."""
         self.unread: list[deque[tuple[int, Sequence[int]]]] = [deque() for _ in storages]
         self.roots, self.active = [0] * len(storages), [True] * len(storages)
         self.heard = [0] * len(storages)

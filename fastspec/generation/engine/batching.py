@@ -104,9 +104,14 @@ class Batch:
         """A prompt could not join: it is the call that fails."""
         raise error
 
-    def wants(self, prompt: int) -> Wants:
+    def wants_of(self, prompt: int) -> Wants:
         """What a round gives a prompt beside its tokens."""
         return Wants(self.request.keep_logits)
+
+    @property
+    def wants(self) -> list[Wants]:
+        """The same by row."""
+        return [self.wants_of(prompt) for prompt in self.places]
 
     @property
     def drafting(self) -> bool:
@@ -127,7 +132,7 @@ class Batch:
             tokens,
             0,
             scores if self.request.keep_scores else None,
-            logits.float() if self.wants(prompt).logits else None,
+            logits.float() if self.wants_of(prompt).logits else None,
         )
 
     def take(
@@ -236,8 +241,7 @@ class Batch:
             self.active = [len(answer) < common for answer in self.out.tokens]
 
     def count(self, rows: Sequence[tuple[int, int, int, int]], has_drafts: bool) -> None:
-        """Count a round that `take` has taken, by prompt: its number, how many tokens the round found in its answer,
-        accepted drafts and drafts."""
+        """Count a round after `take`, by prompt: number, tokens of its answer before, accepted drafts and drafts."""
         answers = self.out.tokens
         if self.alone:
             told = [(len(answers[prompt]) - begin, accepted, drafted) for prompt, begin, accepted, drafted in rows]

@@ -22,8 +22,7 @@ Entry: TypeAlias = Callable[[int], tuple[Target, Drafter | None]]
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The first `count` tokens of a prompt that a row of another target, and of its drafter, has read. The row was
-    written up to slot `reached`."""
+    """The first `count` tokens of a prompt, read by a row of another target and drafter, written up to `reached`."""
 
     target: Target
     drafter: Drafter | None

@@ -238,8 +238,7 @@ class Engine(Generic[TargetT]):
         return self.sizes.size if self.pinned is None else min(self.pinned, len(self.sizes.shapes))
 
     def warm_reading(self) -> None:
-        """Capture how the drafter reads what rounds without drafts emitted, for every number of rounds, where sizes are
-        chosen. No row goes on."""
+        """Capture how the drafter reads what so many rounds without drafts emitted. No row goes on."""
         if self.resting is None or not self.target.captures:
             return
         self.drain()

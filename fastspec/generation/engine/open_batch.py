@@ -124,8 +124,7 @@ class OpenBatch(Batch):
         """Errors of the middle of a round, by row."""
 
     def resize(self, rows: int, order: Sequence[int] | None = None) -> dict[int, int]:
-        """Go on with so many rows, the first of which, in an order, hold the prompts that there are -> the row that the
-        prompt of a row was in."""
+        """Go on with so many rows, the first of which, in an order, hold the prompts -> the row that each was in."""
         kept = [row for row, prompt in enumerate(self.prompts) if prompt is not None]
         moves = dict(zip(order or range(rows), kept, strict=False))
         places = {source: row for row, source in moves.items()}
@@ -216,7 +215,7 @@ class OpenBatch(Batch):
         if self.prompts[prompt] is not None:
             self._leave(prompt, error)
 
-    def wants(self, prompt: int) -> Wants:
+    def wants_of(self, prompt: int) -> Wants:
         held = self.prompts[prompt]
         return Wants() if held is None else Wants(held.keeps_logits, held.keeps_tree, held.rule.drafts)
 
@@ -235,8 +234,8 @@ class OpenBatch(Batch):
         return None if all(found) else found
 
     def goes_on(self, longest: int) -> bool:
-        wanted = map(self.wants, range(len(self.prompts)))
-        return not any(each.logits or (each.tree and each.drafts) for each in wanted) and super().goes_on(longest)
+        wanted = any(each.logits or (each.tree and each.drafts) for each in self.wants)
+        return not wanted and super().goes_on(longest)
 
     def take(
         self,

@@ -155,8 +155,7 @@ class OwnRules(FedVerifier):
 
 
 class MixedRules(OwnRules):
-    """The choice by the rule of each row's prompt, from the mixture of the target's distribution and the drafter's. It
-    is the host's to apply."""
+    """The choice by each row's rule from the mixture of the target's and the drafter's distribution; on the host."""
 
     place = Place.HOST
 

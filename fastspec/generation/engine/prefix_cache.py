@@ -185,8 +185,7 @@ class PrefixCache(Generic[TargetT]):
         self.current = engine
 
     def save(self, engine: Engine[TargetT], row: int, taken: Collection[int] = ()) -> None:
-        """Copy the text of a row that is given away over an older one of an engine of more rows, but for rows of the
-        current engine that are taken."""
+        """Copy the text of a row that is given away over an older one of an engine of more rows, if it is not taken."""
         text = self.texts[engine][row]
         if text is None or text.used == GIVEN_UP:
             return

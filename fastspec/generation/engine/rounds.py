@@ -303,8 +303,7 @@ class Rounds(Generic[TargetT]):
 
 
 def read_row(row: list[int]) -> list[int]:
-    """Tokens of a row for which none could be drawn behind the accepted drafts, as `Ops.emit` tells of them, with
-    NO_TOKEN in its place."""
+    """A row of `Ops.emit` for which no token could be drawn behind the accepted drafts, with NO_TOKEN there."""
     accepted = -1 - row[0]
     return [accepted, *row[1 : 1 + accepted], NO_TOKEN, *row[2 + accepted :]]
 
@@ -318,7 +317,7 @@ def take(emitted: list[list[int]], engine: Engine[TargetT], batch: Batch) -> Non
     # the next replay writes over them
     measures = None if last.committed.measures is None else last.committed.measures.clone()
     nodes, drafted = last.tree.tokens.shape[1] - 1, last.tree.drafted
-    wants = [batch.wants(prompt) for prompt in batch.places]
+    wants = batch.wants
     kept = request.keep_scores or any(want.logits for want in wants)
     paths = [last.verdict.path[row, : told[0] + 1] for row, told in enumerate(emitted)] if kept else []
     scores = (

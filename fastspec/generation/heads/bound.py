@@ -49,8 +49,7 @@ class TargetParts:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """Rows of the embedding and of the LM head. Raises Unsupported for a module without a weight, other than a
-        linear layer that holds it packed."""
+        """Rows of embedding and LM head. Raises Unsupported without a weight, but for packed linear layers."""
         found = []
         for name, module in (("embedding", self.embedding), ("LM head", self.lm_head)):
             weight = getattr(module, "weight", None)

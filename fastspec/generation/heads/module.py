@@ -248,8 +248,7 @@ def drafted_ids(d2t: Tensor) -> Tensor:
 @dataclass(frozen=True, eq=False)
 class Binding:
     """Modules that a head uses, no parameters of it: `embedding` is the target's, or one that the head brought
-    (`own_embedding`); `lm_head` is the target's, None for a head that has one of its own; `family` runs a layer of the
-    target's kind."""
+    (`own_embedding`); `lm_head` is the target's, None for a head with one of its own; `family` runs its layer."""
 
     embedding: nn.Module
     lm_head: nn.Module | None
