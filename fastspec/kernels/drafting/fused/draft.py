@@ -211,7 +211,7 @@ def draft_kernel(
     phases.leave(p_count, p_left)
 
 
-class Weights(NamedTuple):
+class HeadTensors(NamedTuple):
     """The weights of one head in the kernel's order, all contiguous and of one dtype.
 
     embedding [vocabulary, H] (any float dtype), fc [H, taps * H_t], fc_norm [taps, H_t] (any where the head has none),
@@ -237,7 +237,7 @@ class Weights(NamedTuple):
 class DraftWeights:
     """The weights of a head, and its HeadConfig."""
 
-    tensors: Weights
+    tensors: HeadTensors
     config: Any
 
 
@@ -288,7 +288,7 @@ def draft_weights(bound: Any, qkv: Tensor, gate_up: Tensor) -> DraftWeights:
             f"the target's embedding is a {type(embed).__name__}; the fused drafter reads a plain torch.nn.Embedding"
         )
     fc_norms = head.fc_norm or [head.norm]
-    weights = Weights(
+    weights = HeadTensors(
         embed.weight.detach(),
         head.fc.weight.detach(),
         torch.stack([norm.weight.detach() for norm in fc_norms]),
