@@ -144,10 +144,8 @@ class TreeSizes:
 
     def begin(self) -> None:
         """A call begins, on a text of its own."""
-        self.acceptance.fade(BETWEEN_CALLS)
+        self._renew(1.0)
         self.acceptance.part()
-        self._judge(1.0)
-        self.left = self._granted(1.0)
         self.gain, self.since = 0.0, 0
         """What the last round with drafts accepted, and rounds since sizes were compared."""
         self.last: int | None = None
@@ -165,18 +163,18 @@ class TreeSizes:
         if share == 1:
             self.begin()
             return
-        self.acceptance.fade(BETWEEN_CALLS**share)
-        self._judge(share)
-        self.left = self._granted(share)
+        self._renew(share)
         self.credit = max(self.credit, min(self._credit(), self.credit + share * self._credit()))
         if not self.size:  # whose drafts may pay
             self.due = min(self.due, 1)
 
-    def _judge(self, share: float) -> None:
-        """A text that so large a `share` of the rows had is over, or another joins."""
+    def _renew(self, share: float) -> None:
+        """A text that so large a `share` of the rows had is over, and another begins."""
+        self.acceptance.fade(BETWEEN_CALLS**share)
         if self.net:
             self.paid += (1 - 0.5**share) * ((self.net > 0) - self.paid)
         self.net = 0.0
+        self.left = self._granted(share)
 
     def _granted(self, share: float) -> float:
         """Target passes that drafts may lose, where so large a share of the rows has another text. What was saved in
@@ -219,9 +217,7 @@ class TreeSizes:
 
     def ms(self, size: int) -> float:
         """Milliseconds of a round of this size: measured, or by the prior's ratio to the nearest that was."""
-        if not self.known:
-            return self.prior[size]
-        spent = self.known[self._nearest()]
+        spent = self.known[self._nearest()] if self.known else {}
         if (found := spent.get(self.nodes(size))) is not None:
             return found
         sizes = [each for each in range(len(self.prior)) if self.nodes(each) in spent]
@@ -390,7 +386,8 @@ class TreeSizes:
             wanted = WORTH_MAKING if self.captures and best not in self.made else BETTER
             if rates[best] < wanted * rates[former] or self.drafted < EVIDENCE:
                 best = former
-        if best and not begins and self._unknown() and not self._is_cold():
+        measured = any(1 in spent for spent in (*self.known.values(), *self.pending.values()))
+        if best and not begins and not measured and not self._is_cold():  # what a plain round takes is a guess
             self._use(0, EVIDENCE)
         elif best:
             self._use(best, BLOCK)
@@ -421,8 +418,3 @@ class TreeSizes:
     def _is_cold(self) -> bool:
         """True where sizes have to be captured first, and too few rounds have run to pay for it."""
         return self.captures and self.rounds < SETTLED and len(self.made) <= len(self.shapes)
-
-    def _unknown(self) -> bool:
-        """True where what a plain round takes is a guess."""
-        tables = (*self.known.values(), *self.pending.values())
-        return not any(1 in spent for spent in tables)

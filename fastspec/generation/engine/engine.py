@@ -111,7 +111,7 @@ class Engine(Generic[TargetT]):
 
     def fits(self, committed: int) -> bool:
         """True where there is room for so many committed tokens of each row already."""
-        return self.target.fits(committed) and (self.drafter is None or self.drafter.fits(committed))
+        return self.main.fits(committed)
 
     def bytes(self, committed: int) -> int:
         """Memory of the buffers with room for so many committed tokens of each row."""

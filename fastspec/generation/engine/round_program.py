@@ -257,9 +257,7 @@ class RoundProgram:
         """The verdict on scores, and the phases behind it."""
         judged = verify(scored)
         self.mark("choose")
-        done = Round(judged, self.commit(judged))
-        self.observe(done, self.target.bound)
-        return done
+        return Round(judged, self.from_verdict(judged))
 
     def from_tree(self, verify: Verify, tree: TokenTree, extent: int) -> Round:
         """The phases behind a tree of the host's, but for what the host observes."""
