@@ -301,10 +301,8 @@ def tree_attention(
         )
         launch = launch if found is MISSING else found
     tiles = triton.cdiv(rows, launch.block_m)
-    held, reach = (
-        triton.cdiv(extent, launch.block_n) + 1,
-        layout.reach(extent),
-    )  # the prefix and the tail begin a block each
+    # the prefix and the tail begin a block each
+    held, reach = triton.cdiv(extent, launch.block_n) + 1, layout.reach(extent)
     blocks = triton.cdiv(reach, launch.block_n) + 1
     least = triton.cdiv(reach, MAX_SHARE) if batch > 1 else 1
     expected = min(blocks, held // 2 if batch > 1 and extent < HALF_FULL else held)
@@ -314,9 +312,8 @@ def tree_attention(
         tree = None if chain else layout.words
         hopper.launch(q, k, v, out, part, lse, layout.prefix, tree, layout.tail, extent, splits, scale * LOG2E)
     else:
-        tile = (
-            launch.block_m * block_d * q.element_size()
-        )  # the queries, and the weights of a block on their way to the second product
+        # the queries, and the weights of a block on their way to the second product
+        tile = launch.block_m * block_d * q.element_size()
         stages = stages_within(launch.stages, 2 * launch.block_n * block_d * k.element_size(), q.device, fixed=2 * tile)
         arguments, constants = launch_arguments(q, k, v, out, part, lse, layout, extent, splits, scale, sinks, cap)
         _attention_kernel[(tiles, splits, pairs)](

@@ -57,9 +57,8 @@ def _tree_build_kernel(
     b_order = tl.where(m_m, order_bits(b_score).to(tl.int64), -(2**40))  # padding is below every limit
     limit = tl.full([], -(2**31), tl.int64)
     step = tl.full([], 2**30, tl.int64)
-    for _ in range(
-        16
-    ):  # two bits a time: the highest limit that at least `keep` candidates reach; three counts in one sum
+    # two bits a time: the highest limit that at least `keep` candidates reach; three counts in one sum
+    for _ in range(16):
         b_hits = (b_order >= limit + step).to(tl.int64)
         b_hits += (b_order >= limit + 2 * step).to(tl.int64) << 16
         b_hits += (b_order >= limit + 3 * step).to(tl.int64) << 32

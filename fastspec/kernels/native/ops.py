@@ -271,10 +271,8 @@ class Native:
             return True
         key = rows, torch.get_num_threads()
         if key not in table.by_kernel:
-            ways = (
-                self.way(torch.ones(rows, weight.shape[1], device="cpu"), weight, None) for weight in table.products
-            )
-            table.by_kernel[key] = all(way is self.by_kernel for way in ways)
+            ones = ((torch.ones(rows, weight.shape[1], device="cpu"), weight, None) for weight in table.products)
+            table.by_kernel[key] = all(self.way(*each) is self.by_kernel for each in ones)
         return table.by_kernel[key]
 
     def pick(self, scores: Tensor, uniform: Tensor | None, settings: SamplingSettings | None = None) -> Tensor:

@@ -149,9 +149,8 @@ def _draw_kernel(
     uniform = tl.load(p_uniform + (row // nodes) * s_ub + (row % nodes) * s_um).to(tl.float64)
     top = tl.max(b_peak, 0)
     b_scale = tl.where(b_mass > 0.0, tl.exp(b_peak - top), 0.0)
-    b_chunk = b_mass.to(tl.float64) * b_scale.to(
-        tl.float64
-    )  # exact, so that all threads get one sum whether it is fused or not
+    # exact, so that all threads get one sum whether it is fused or not
+    b_chunk = b_mass.to(tl.float64) * b_scale.to(tl.float64)
     total = tl.sum(b_chunk, 0)  # NaN where a score is NaN or +inf, 0 where all are -inf
     level = uniform * total
     chunk, before = first_above(b_chunk, o_t, level, TP)

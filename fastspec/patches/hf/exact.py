@@ -9,14 +9,7 @@ import torch
 
 from fastspec.devices import MEASURED, device_name, is_timed
 from fastspec.errors import Unsupported
-from fastspec.generation.decoder_layer import (
-    FullAttention,
-    Gated,
-    LayerParts,
-    Linears,
-    RmsNorm,
-    StoredLinears,
-)
+from fastspec.generation.decoder_layer import FullAttention, Gated, LayerParts, Linears, RmsNorm, StoredLinears
 from fastspec.generation.ops import Ops
 from fastspec.patches.hf.changes import Snapshot
 from fastspec.patches.hf.compat import device_of

@@ -110,9 +110,8 @@ def product(
     STEPS: tl.constexpr = (K + BK - 1) // BK
     EACH: tl.constexpr = (STEPS + S - 1) // S
     TILES: tl.constexpr = (N + BN - 1) // BN
-    for item in range(
-        pid, TILES * S * row_tiles, programs
-    ):  # row tiles of one weight tile follow each other: it stays in the L2
+    # row tiles of one weight tile follow each other: it stays in the L2
+    for item in range(pid, TILES * S * row_tiles, programs):
         o_r = (item % row_tiles) * BR + tl.arange(0, BR)
         tile, part = (item // row_tiles) // S, (item // row_tiles) % S
         o_w = weight_rows(tile, N, BN, False)
