@@ -367,10 +367,8 @@ def _splits(tiles: int, blocks: int, expected: int, slots: int, least: int, shar
     most = min(MAX_SPLITS, max(1, blocks // share_least))
 
     def cost(splits: int) -> float:
-        waves, share = (
-            triton.cdiv(tiles * splits, slots),
-            max(triton.cdiv(expected, splits), min(share_least, expected)),
-        )
+        waves = triton.cdiv(tiles * splits, slots)
+        share = max(triton.cdiv(expected, splits), min(share_least, expected))
         return float(waves * (share + PARTIAL_COST) + MERGE_COST + splits / 16 if splits > 1 else waves * share)
 
     return min(range(min(least, most), most + 1), key=cost)

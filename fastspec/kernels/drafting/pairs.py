@@ -86,13 +86,10 @@ def path_pairs(
     expect("path_pairs", (batch, steps, size), None, CONTIGUOUS, out=taken)
     slots = torch.empty(batch, steps, dtype=torch.int64, device=path.device)
     if batch > 0:
-        read, written = (
-            (features, path, accepted, bonus, active.view(torch.uint8), root, lengths),
-            (taken, counts, slots),
-        )
-        apart = strides(2, features, path), strides(1, accepted, bonus, active, root, lengths, counts)
+        read = features, path, accepted, bonus, active.view(torch.uint8), root, lengths
+        apart = *strides(2, features, path), *strides(1, accepted, bonus, active, root, lengths, counts)
         _path_pairs_kernel[(max(1, triton.cdiv(size, PAIR_BLOCK)), steps, batch)](
-            *read, *written, steps, size, *apart[0], *apart[1], PAIR_BLOCK, num_warps=4, **dependent(path.device)
+            *read, taken, counts, slots, steps, size, *apart, PAIR_BLOCK, num_warps=4, **dependent(path.device)
         )
     return taken, counts, slots
 

@@ -105,8 +105,7 @@ def rows_of(x: Tensor, name: str) -> Tensor:
     except RuntimeError:
         raise ValueError(
             f"{name} {list(x.shape)} has strides {x.stride()}: its rows must lie a fixed distance apart, as in a "
-            "contiguous tensor or a"
-            f" slice of its last dimension; pass {name}.contiguous()"
+            f"contiguous tensor or a slice of its last dimension; pass {name}.contiguous()"
         ) from None
 
 
