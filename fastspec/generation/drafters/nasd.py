@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import ClassVar
 
@@ -380,6 +381,7 @@ class NasdDrafter(HostDrafter):
     def _look_up(self) -> list[Growth]:
         """Trees of what is known, and how much of them promises most; that of a row that has ended is its root."""
         gamma, guess = self.config.gamma, not self.config.stop_if_unknown
+        found = partial(grow, gamma=gamma, nodes=self.nodes, ends=self.ends, guess=guess, least=self.least)
         growths = self.growths = []
         for row, (storage, cursor, root) in enumerate(zip(self.storages, self.cursors, self.roots, strict=True)):
             if not self._knows(row):
@@ -387,23 +389,13 @@ class NasdDrafter(HostDrafter):
                 continue
             for token, _ in self.unread[row]:
                 cursor = storage.step(cursor, token)
-            growths.append(
-                grow(
-                    storage,
-                    cursor,
-                    root,
-                    gamma=gamma,
-                    nodes=self.nodes,
-                    ends=self.ends,
-                    guess=guess,
-                    least=self.least,
-                )
-            )
+            growths.append(found(storage, cursor, root))
             if self.vocabulary is not None:
                 check_drafts(storage, growths[-1].tokens, self.vocabulary)
-        self.size = (
-            sorted(self.costs)[self.tried - 1] if self.tries else best_size(growths, self.current_costs(), self.trust)
-        )
+        if self.tries:
+            self.size = sorted(self.costs)[self.tried - 1]
+        else:
+            self.size = best_size(growths, self.current_costs(), self.trust)
         return growths
 
     def propose(self, extent: int) -> TokenTree:

@@ -127,13 +127,8 @@ class Batch:
         """Take a prompt's first token, of scores and logits [1, V]."""
         if self.request.measure:
             self.measures[prompt].append(measure(logits, torch.tensor(tokens, device=logits.device)))
-        self.take(
-            prompt,
-            tokens,
-            0,
-            scores if self.request.keep_scores else None,
-            logits.float() if self.wants_of(prompt).logits else None,
-        )
+        kept = scores if self.request.keep_scores else None
+        self.take(prompt, tokens, 0, kept, logits.float() if self.wants_of(prompt).logits else None)
 
     def take(
         self,
