@@ -154,24 +154,10 @@ def draft_kernel(
             phases.product(p_wide, p_qkv, p_parts, rows, pid, programs, E, 2 * H, S_QKV, BR, BN, BK, STAGES)
             phases.prefetch(p_o, rows, pid, H, HQ * D, S_O, False, BR, BN, BK, AHEAD_LONG)
             goal = phases.grid_barrier(p_count, goal)
-            keys = (
-                p_parts,
-                p_cos,
-                p_sin,
-                p_k,
-                p_v,
-                p_lengths,
-                p_words,
-                p_mix,
-                p_peak,
-                p_mass,
-                stride_b,
-                stride_h,
-                nodes,
-                level,
-            )
+            read = p_parts, p_cos, p_sin, p_k, p_v, p_lengths, p_words, p_mix, p_peak, p_mass
+            at = stride_b, stride_h, nodes, level
             mixing.attention(
-                *keys, B, pid, programs, HQ, HKV, D, S_QKV, HALF, TOP, W, SPLITS, BM, BNODES, BJ, SCALE, STAGES_KV
+                *read, *at, B, pid, programs, HQ, HKV, D, S_QKV, HALF, TOP, W, SPLITS, BM, BNODES, BJ, SCALE, STAGES_KV
             )
             goal = phases.grid_barrier(p_count, goal)
             mixing.join_splits(p_mix, p_peak, p_mass, p_mixed, rows * HQ, pid, programs, D, SPLITS)
