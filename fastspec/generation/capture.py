@@ -74,8 +74,7 @@ _foresight = Foresight()
 
 
 def prepare_with(prepare: Prepare) -> None:
-    """Hand programs to a backend's function before their first run, which compiles their kernels and returns how many
-    these were."""
+    """Hand programs to a backend's function before their first run: it compiles kernels and returns how many."""
     _foresight.prepare = prepare
 
 
@@ -89,13 +88,9 @@ def graph_bytes(device: torch.device) -> int:
         return sum(each.bytes for each in _graphs if each.device == device)
 
 
-def _stream() -> torch.cuda.Stream:
-    """The current device's stream for captures; torch's own is on that of the first, which it would make current."""
-    return _stream_on(torch.cuda.current_device())
-
-
 @cache
-def _stream_on(device: int) -> torch.cuda.Stream:
+def _stream(device: int) -> torch.cuda.Stream:
+    """A device's stream for captures; torch's own is on the first device, which it would make current."""
     return torch.cuda.Stream(device)
 
 
@@ -110,7 +105,8 @@ def recorded(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         collecting = gc.isenabled()
         gc.disable()  # a collection may free CUDA memory, which ends a capture
         try:
-            with torch.cuda.graph(graph, stream=_stream(), capture_error_mode="thread_local"):
+            stream = _stream(torch.cuda.current_device())
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 yield
         finally:
             if collecting:

@@ -136,8 +136,7 @@ class Masks:
         failed: Callable[[int, BaseException], None] = raised,
     ) -> None:
         """Fill the masks of rows with a constraint and an answer, for logits of `size` tokens; other rows may take any
-        token, and these none past a mask's last bit. `failed` takes what a row's constraint raises: its masks then say
-        nothing."""
+        token, and these none past a mask's last bit. `failed` takes what a row's constraint raises."""
         tokens, parents = nodes
         most = max(constraint.words for _, constraint, _ in held)
         here = self._open(len(tokens), len(tokens[0]), max(most, -(-size // 32)))

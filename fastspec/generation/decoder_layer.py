@@ -243,8 +243,7 @@ class LayerParts:
 
 
 Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""Attention of a caller: the number of a layer, its queries [B, T, Hq, D], keys and values [B, T, Hkv, D] -> [B, T, Hq,
-D]."""
+"""A caller's attention: a layer's number, queries [B, T, Hq, D], keys and values [B, T, Hkv, D] -> [B, T, Hq, D]."""
 
 
 class LayerFamily(ABC):
@@ -277,17 +276,24 @@ class LayerFamily(ABC):
 
 
 def one_by_one(
-    layers: Sequence[LayerParts], total: Tensor, own: Tensor | None, nodes: Nodes, taps: Mapping[int, Tensor]
+    layers: Sequence[LayerParts],
+    total: Tensor,
+    own: Tensor | None,
+    nodes: Nodes,
+    taps: Mapping[int, Tensor],
+    x: Tensor | None = None,
 ) -> tuple[Summed | None, Tensor]:
     """Run layers over total [B, N, H] -> what the last one adds to the sum, where that is not in it, and the sum.
 
-    `own` [B, N, L, P] is each layer's own input of every token; `taps` take what layers read, before norms.
+    `own` [B, N, L, P] is each layer's own input of every token; `taps` take what layers read, before norms; x [B, N, K]
+    is what the first layer reads, where it is normed already.
     """
     change: Summed | None = None
     for index, layer in enumerate(layers):
-        assert layer.input_norm is not None
-        given = (total,) if change is None else (change, total)
-        x, total = layer.input_norm(*given, total=taps[index]) if index in taps else layer.input_norm(*given)
+        if index or x is None:
+            assert layer.input_norm is not None
+            given = (total,) if change is None else (change, total)
+            x, total = layer.input_norm(*given, total=taps[index]) if index in taps else layer.input_norm(*given)
         mixed = layer.mixer(x, nodes)
         if layer.mlp_norm is None:
             change = joined(mixed) + joined(layer.mlp(x))
@@ -320,7 +326,7 @@ class RmsNorm:
 
 @dataclass(frozen=True, slots=True)
 class Linears:
-    """Plain linear layers over one input, their outputs side by side."""
+    """Plain linear layers over one input, their outputs side by side; with a kind, opened(gate) * up of two parts."""
 
     ops: Ops
     layers: tuple[Weights, ...]
@@ -328,11 +334,14 @@ class Linears:
     """True where the result goes to a norm, which takes the parts of a product."""
     packed: tuple[Tensor, Tensor | None] | None
     """Weight and bias of all as one product, where they lie so."""
+    kind: Activation | None = None
 
     def __call__(self, x: Tensor) -> Any:
         one = self.one()
         if one is None:
-            return self.ops.linears(x, *self.apart())
+            return self.ops.linears(x, *self.apart(), self.kind)
+        if self.kind is not None:
+            return self.ops.gate_up(x, *one, self.kind)
         multiply = self.ops.linear_parts if self.parts and self.ops.linear_parts is not None else self.ops.linear
         return multiply(x, *one)
 
@@ -343,32 +352,6 @@ class Linears:
     def apart(self) -> tuple[list[Tensor], list[Tensor | None]]:
         """Weights and biases one by one, as they are now."""
         return [layer.weight for layer in self.layers], [layer.bias for layer in self.layers]
-
-
-@dataclass(frozen=True, slots=True)
-class Gated:
-    """A gated feed-forward: products of gates and of what they open, in this order, and the product that follows."""
-
-    gate_up: Linears
-    out: Product
-    kind: Activation = SILU
-
-    def __call__(self, x: Tensor) -> Summed:
-        ops, one = self.gate_up.ops, self.gate_up.one()
-        if one is None:
-            return self.out(ops.linears(x, *self.gate_up.apart(), self.kind))
-        return self.out(ops.gate_up(x, *one, self.kind))
-
-
-@dataclass(frozen=True, slots=True)
-class StoredGated:
-    """`Gated` with gates and what they open as a quantiser stored them."""
-
-    gate_up: StoredLinears
-    out: Product
-
-    def __call__(self, x: Tensor) -> Summed:
-        return self.out(self.gate_up(x))
 
 
 class StoredLayer(Protocol):
@@ -382,8 +365,7 @@ class StoredLayer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoredLinears:
-    """Linear layers of stored weights over one input, their outputs side by side; with a kind, of a gate and an up
-    part, opened(gate) * up."""
+    """`Linears` of stored weights."""
 
     ops: Ops
     layers: tuple[StoredLayer, ...]
@@ -400,18 +382,29 @@ class StoredLinears:
         return self.ops.stored_linears(x, weights, biases, self.kind)
 
 
-def product(ops: Ops, layers: Sequence[Weights], *, parts: bool = False) -> Linears:
-    """Plain linear layers over one input, their outputs side by side; one product where their weights are packed."""
+@dataclass(frozen=True, slots=True)
+class Gated:
+    """A gated feed-forward: products of gates and of what they open, in this order, and the product that follows."""
+
+    gate_up: Linears | StoredLinears
+    out: Product
+
+    def __call__(self, x: Tensor) -> Summed:
+        return self.out(self.gate_up(x))
+
+
+def product(ops: Ops, layers: Sequence[Weights], *, parts: bool = False, kind: Activation | None = None) -> Linears:
+    """`Linears` of these layers; one product where their weights are packed."""
     weight = joint([layer.weight for layer in layers])
     biases = [layer.bias for layer in layers if layer.bias is not None]
     bias = joint(biases) if biases else None
     whole = (bias is not None) == bool(biases) and len(biases) in (0, len(layers))
-    return Linears(ops, tuple(layers), parts, (weight, bias) if weight is not None and whole else None)
+    return Linears(ops, tuple(layers), parts, (weight, bias) if weight is not None and whole else None, kind)
 
 
 def gated(ops: Ops, gate: Weights, up: Weights, out: Product, kind: Activation = SILU) -> Product:
     """The gated feed-forward of plain linear layers, or of parts of them, with the product `out`."""
-    return Gated(product(ops, (gate, up)), out, kind)
+    return Gated(product(ops, (gate, up), kind=kind), out)
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:

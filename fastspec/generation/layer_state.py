@@ -67,8 +67,7 @@ class LayerState(ABC):
         has written no slot from `reached` on."""
 
     def holds(self, count: int, reached: int) -> bool:
-        """True where a row that was written up to slot `reached`, its tail not counted, has all that the tokens after
-        its first `count` see."""
+        """True where a row that was written up to slot `reached`, without its tail, has all that token `count` sees."""
         return True
 
     @abstractmethod

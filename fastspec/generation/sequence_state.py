@@ -90,8 +90,7 @@ class SequenceState:
         return self.slots - self.tail
 
     def fits(self, committed: int) -> bool:
-        """True where the buffers have room for this many committed tokens per row, or for all that the call
-        may reach."""
+        """True where the buffers have room for so many committed tokens a row, or for all that the call may reach."""
         return min(committed, self.limit) <= self.bound
 
     def bytes(self, committed: int) -> int:

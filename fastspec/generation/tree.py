@@ -65,8 +65,7 @@ class TokenTree:
     @property
     def retrieve_indices(self) -> Tensor:
         """The paths from the root to each leaf as node ids [B, L, P] int64, -1 after a path's end and in rows with
-        fewer leaves, as EAGLE's code has them for one row ([L, P]). Leaves are in the order of their nodes. Waits for
-        the device."""
+        fewer leaves, in the order of their nodes; EAGLE's code has them for one row ([L, P]). Waits for the device."""
         leaf = torch.ones_like(self.tokens, dtype=torch.bool).scatter(1, self.parents[:, 1:], False)
         paths = torch.full((*self.tokens.shape, int(self.depths.max()) + 1), -1, device=self.tokens.device)
         node = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
@@ -86,8 +85,7 @@ class TokenTree:
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
-    """Draft tree of one row on the host: tokens and parents of its nodes, node 0 the root, and the accepted path as
-    node ids from the root on."""
+    """Draft tree of one row on the host: tokens and parents of its nodes, and the accepted path from root 0 on."""
 
     tokens: list[int]
     parents: list[int]
@@ -97,8 +95,7 @@ class DraftTree:
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """Verdict of a walk: `path` [B, P] node ids from the root on (the last one repeats), `accepted` [B] draft tokens on
-    it, `bonus` [B] the target's own token after it, the next root; `emitted` [B, P] is `tokens`, where a round has
-    it."""
+    it, `bonus` [B] the target's own token after it, the next root; `emitted` [B, P] is `tokens`, if known."""
 
     path: Tensor
     accepted: Tensor

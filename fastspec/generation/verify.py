@@ -45,8 +45,7 @@ def choose(scores: Tensor, uniform: Tensor | None, ops: Ops, settings: SamplingS
 
 
 def pick_draft(scores: Tensor, uniform: Tensor | None, ops: Ops) -> Tensor:
-    """A draft [...] of scores [..., V] by `Ops.pick`; token 0 of a row without a distribution, whose q is NaN, and
-    which `walk_drawn` does not accept."""
+    """A draft [...] of scores [..., V] by `Ops.pick`; token 0, never accepted, of a row without a distribution."""
     picked: Tensor = ops.pick(scores, uniform)
     return picked if uniform is None else picked.clamp(min=0)
 

@@ -82,7 +82,9 @@ def plain_row(layer: LayerParts, number: int) -> PlainLayer | None:
     rare = mixer.gated or mixer.norms_values or mixer.ties_values or mixer.interleaved or not mixer.owns
     if rare or not isinstance(mixer.qkv, Linears) or not isinstance(mixer.out, Linears):
         return None
-    if not isinstance(mlp, Gated) or mlp.kind != SILU or not isinstance(mlp.out, Linears):
+    if not isinstance(mlp, Gated) or not isinstance(mlp.gate_up, Linears) or not isinstance(mlp.out, Linears):
+        return None
+    if mlp.gate_up.kind != SILU:
         return None
     return PlainLayer(
         norm=None if norm is None else _norm(cast(RmsNorm, norm)),

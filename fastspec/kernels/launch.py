@@ -57,36 +57,30 @@ def dependent(device: torch.device) -> dict[str, Any]:
 
 
 @lru_cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    """A CUDA device's compute capability, (0, 0) of others and where kernels run as on any."""
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return torch.cuda.get_device_capability(device) if nvidia and not PORTABLE else (0, 0)
+
+
 def _capable(device: torch.device) -> bool:
-    if INTERPRETED or PORTABLE or device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    return not INTERPRETED and _capability(device) >= (9, 0)
 
 
-@lru_cache
 def runs_ptx(device: torch.device) -> bool:
     """True where kernels may hold instructions of PTX: from compute capability 8.0 on."""
-    if INTERPRETED or PORTABLE or device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    return not INTERPRETED and _capability(device) >= (8, 0)
 
 
-@lru_cache
 def has_descriptors(device: torch.device) -> bool:
     """True where a device reads tiles through tensor descriptors itself, from compute capability 9.0 on; elsewhere
     Triton makes pointers of them, which take many registers."""
     return INTERPRETED or _capable(device)
 
 
-@lru_cache
 def is_hopper(device: torch.device) -> bool:
     """True where a device has Hopper's tensor cores, for which some kernels are written out in Gluon."""
-    return (
-        not PORTABLE
-        and device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) == (9, 0)
-    )
+    return _capability(device) == (9, 0)
 
 
 @lru_cache

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fastspec import files
 from fastspec.default_trees import BATCH_TREES, TREE_STEPS, TreeShape
-from fastspec.generation.drafters.acceptance import SURE, SUREST, Acceptance, width_of
+from fastspec.generation.drafters.acceptance import SURE, SUREST, WIDTH, Acceptance, breadth
 from fastspec.generation.drafters.tree_sizes import (
     BETTER,
     BETWEEN_CALLS,
@@ -45,6 +45,11 @@ COSTS = {
     "on a CPU": (20.0, 24.0, 30.0, 42.0, 60.0, 120.0),
 }
 """Milliseconds of a round without drafts, and of one of each of SHAPES."""
+
+
+def width_of(shape: TreeShape, growth: float = WIDTH) -> float:
+    """Multiple of a chain's chances that a level of this tree has, as `Acceptance` counts them."""
+    return 1 + growth * breadth(shape)
 
 
 def chooser(costs: tuple[float, ...], **more: object) -> TreeSizes:

@@ -64,7 +64,9 @@ PARTS: dict[str, dict[str, Any]] = {
     "own norm": {"input_norm": lambda x: (x, x)},
     "own feed-forward": {"mlp": lambda x: x},
     "no norm": {"input_norm": None},
-    "another gate": {"mlp": replace(layer().mlp, kind=GELU_TANH)},
+    "another gate": {
+        "mlp": replace(layer().mlp, gate_up=product(TORCH, (linear(8, 16), linear(8, 16)), kind=GELU_TANH))
+    },
 }
 
 

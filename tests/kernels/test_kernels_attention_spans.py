@@ -329,7 +329,7 @@ DEPTHS = torch.zeros(1, 4, dtype=torch.int64)
         ({"span": Span(0)}, "at least 1"),
         ({"tail": 5}, "with a span"),
         ({"depths": DEPTHS.int()}, "int32"),
-        ({"depths": DEPTHS[:, :3]}, r"int64 \[1, 4\]"),
+        ({"depths": DEPTHS[:, :3]}, r"accepted is \[1, 4\] torch.int64"),
         ({"depths": DEPTHS.repeat(1, 2)[:, ::2]}, "contiguous"),
     ],
 )

@@ -265,7 +265,7 @@ def test_topk_expand_says_what_it_accepts(change):
     weight = weight.double() if change == "dtype" else weight
     scores = scores[:, :2] if change == "scores" else scores
     d2t = d2t.int() if change == "d2t" else d2t[:20] if change == "half of V" else d2t
-    with pytest.raises(ValueError, match=r"accepted|must be contiguous"):
+    with pytest.raises(ValueError, match=r"accepted"):
         topk_expand(x, weight, scores, count, d2t)
 
 
@@ -373,7 +373,7 @@ def test_tree_build_at_real_sizes(device, rows, count, nodes):
 def test_tree_build_says_what_it_accepts(nodes, stride, dtype):
     scores, tokens, parents, depths = grown(2, 10, 3, 0.0, torch.Generator().manual_seed(0))
     scores = scores.repeat_interleave(stride, 1)[:, ::stride]
-    with pytest.raises(ValueError, match=r"accepted|must be contiguous"):
+    with pytest.raises(ValueError, match=r"accepted"):
         tree_build(scores, tokens.to(dtype), parents, depths, torch.tensor([1, 2]), nodes)
 
 

@@ -472,4 +472,4 @@ def test_bad_input_is_refused():
     with pytest.raises(ValueError, match="k_cache is"):
         rounds.draft(tokens, features, counts)
     with pytest.raises(ValueError, match="qkv is"):
-        draft_weights(BoundHead.of(rounds.head), rounds.weights.qkv[1:], rounds.weights.gate_up)
+        draft_weights(BoundHead.of(rounds.head), rounds.weights.tensors.qkv[1:], rounds.weights.tensors.gate_up)

@@ -275,7 +275,7 @@ def test_what_the_kernels_refuse():
         rms_norm(x.transpose(1, 2), torch.ones(3), 1e-5)
     with pytest.raises(ValueError, match="fixed distance"):
         rms_norm(x[:, :2], weight, 1e-5)
-    with pytest.raises(ValueError, match=r"residual is torch\.float16"):
+    with pytest.raises(ValueError, match=r"residual is .* torch\.float16"):
         rms_norm(x, weight, 1e-5, x.half())
     with pytest.raises(ValueError, match="out is"):
         rms_norm(x, weight, 1e-5, out=torch.zeros(6, 8))
@@ -286,11 +286,11 @@ def test_what_the_kernels_refuse():
         rope_cache(torch.zeros(2, 3, 16), x[0], x[0], index, cache, cache, index)
     with pytest.raises(ValueError, match="R / 2"):
         rope_cache(torch.zeros(2, 3, 24), x[0], x[0], index, cache, cache, index)
-    with pytest.raises(ValueError, match=r"factor is torch.float32 \[2\]; torch.float32 \[3\]"):
+    with pytest.raises(ValueError, match=r"factor is \[2\] torch.float32.*accepted is \[3\] torch.float32"):
         rope_cache(torch.zeros(2, 3, 24), x[0, :, :4], x[0, :, :4], index, cache, cache, index, factor=torch.ones(2))
-    with pytest.raises(ValueError, match="both must be"):
+    with pytest.raises(ValueError, match=r"target is .*accepted is \[2, 3\]"):
         kv_block_copy(cache[None], cache[None], index, index[:, :2])
-    with pytest.raises(ValueError, match="must be contiguous"):
+    with pytest.raises(ValueError, match=r"k_cache is .* contiguous last dimension"):
         kv_block_copy(cache[None].transpose(3, 4), cache[None].transpose(3, 4), index, index)
 
 

@@ -264,14 +264,14 @@ def test_what_the_kernels_do_not_accept() -> None:
         (0, case.mixed[..., 1:], "mixed is"),
         (1, case.a[:, :2], "a is"),
         (4, case.state.double(), "state is"),
-        (5, case.tree.ancestors.int(), "words are"),
+        (5, case.tree.ancestors.int(), "words is"),
         (6, case.space()[0].half(), "updates is"),
     ):
         with pytest.raises(ValueError, match=words):
             delta.delta_tree(*given[:at], wrong, *given[at + 1 :])
-    with pytest.raises(ValueError, match="counts are"):
+    with pytest.raises(ValueError, match="counts is"):
         delta.delta_chain(*given[:5], torch.tensor([1]))
     with pytest.raises(ValueError, match="weight is"):
         conv.tree_conv(case.mixed, torch.randn(3, 4), torch.randn(2, 4, 80), None)
-    with pytest.raises(ValueError, match="x is"):
+    with pytest.raises(ValueError, match="qkv is"):
         norms.gate_heads(torch.randn(2, 5, 2, 4), torch.randn(2, 5, 15))

@@ -250,42 +250,37 @@ def test_tree_input(device, rows, nodes, size, dtype, apart, last, seed):
 
 def test_what_does_not_fit_is_refused():
     drawn = Round("cpu", 3, 2, 4, False, 0)
-    with pytest.raises(
-        ValueError, match=r"commit_slots: lengths has rows \[3\] of torch.int32; accepted is torch.int64"
-    ):
+    with pytest.raises(ValueError, match=r"commit_slots: lengths is \[3\] torch.int32.*accepted is \[3\] torch.int64"):
         commit_slots(drawn.lengths.int(), drawn.path, drawn.accepted, drawn.active, 9)
-    with pytest.raises(ValueError, match=r"commit_slots: active has rows \[3\] of torch.int64; accepted is torch.bool"):
+    with pytest.raises(ValueError, match=r"commit_slots: active is \[3\] torch.int64.*accepted is \[3\] torch.bool"):
         commit_slots(drawn.lengths, drawn.path, drawn.accepted, drawn.active.long(), 9)
-    with pytest.raises(
-        ValueError,
-        match=r"emit: root has rows \[2\] of torch.int64; accepted is torch.int64 with rows \[3\]",
-    ):
+    with pytest.raises(ValueError, match=r"emit: root is \[2\] torch.int64.*accepted is \[3\] torch.int64"):
         emit(drawn.tokens, drawn.path, drawn.accepted, drawn.bonus, drawn.active, drawn.root[:2])
     features, verdict = torch.zeros(3, 4, 8), (drawn.path, drawn.accepted, drawn.bonus, drawn.active)
-    with pytest.raises(
-        ValueError, match=r"path_pairs: features are \[3, 4, 8\], strides .* with a contiguous last dimension"
-    ):
+    with pytest.raises(ValueError, match=r"path_pairs: features is \[3, 4, 8\] .* with a contiguous last dimension"):
         path_pairs(torch.zeros(3, 8, 4).transpose(1, 2), *verdict, drawn.root, drawn.lengths)
-    with pytest.raises(ValueError, match=r"path_pairs: root has rows \[3\] of torch.int32"):
+    with pytest.raises(ValueError, match=r"path_pairs: root is \[3\] torch.int32"):
         path_pairs(features, *verdict, drawn.root.int(), drawn.lengths)
-    with pytest.raises(ValueError, match=r"path_pairs: out is \[3, 3, 8\].*accepted is \[3, 2, 8\] contiguous"):
+    with pytest.raises(ValueError, match=r"path_pairs: out is \[3, 3, 8\].*accepted is \[3, 2, 8\], contiguous"):
         path_pairs(features, *verdict, drawn.root, drawn.lengths, (torch.zeros(3, 3, 8), drawn.accepted))
-    with pytest.raises(ValueError, match=r"keep_last: counts has rows \[2\] of torch.int64; accepted .* rows \[3\]"):
+    with pytest.raises(ValueError, match=r"keep_last: counts is \[2\] torch.int64.*accepted is \[3\]"):
         keep_last(features, features, drawn.accepted[:2], features[:, 0], features[:, 0], drawn.lengths, 9)
     with pytest.raises(
-        ValueError, match=r"keep_last: last_readout is \[3, 8\], strides \(32, 1\); accepted is \[3, 8\] contiguous"
+        ValueError, match=r"keep_last: last_readout is \[3, 8\].*strides \(32, 1\); accepted is \[3, 8\], contiguous"
     ):
         keep_last(features, features, drawn.accepted, torch.zeros(3, 8), features[:, 0], drawn.lengths, 9)
     held, tokens = torch.zeros(3, 5, 8), torch.zeros(3, 5, dtype=torch.long)
-    with pytest.raises(ValueError, match=r"keep_pair: features are \[3, 4, 8\], strides .* with a contiguous last"):
+    with pytest.raises(ValueError, match=r"keep_pair: features is \[3, 4, 8\] .* with a contiguous last"):
         keep_pair(torch.zeros(3, 8, 4).transpose(1, 2), drawn.bonus, drawn.active, drawn.accepted, held, tokens)
-    with pytest.raises(ValueError, match=r"keep_pair: counts has rows \[2\] of torch.int64"):
+    with pytest.raises(ValueError, match=r"keep_pair: counts is \[2\] torch.int64"):
         keep_pair(features, drawn.bonus, drawn.active, drawn.accepted[:2], held, tokens)
-    with pytest.raises(ValueError, match=r"keep_pair: held is \[3, 5, 7\].*accepted is \[3, 5, 8\] and \[3, 5\]"):
+    with pytest.raises(ValueError, match=r"keep_pair: held is \[3, 5, 7\].*accepted is \[3, 5, 8\]"):
         keep_pair(features, drawn.bonus, drawn.active, drawn.accepted, held[..., :7], tokens)
-    with pytest.raises(ValueError, match=r"tree_input: depths is \[3, 3\] torch.int64; accepted is \[3, 4\] int64"):
+    with pytest.raises(
+        ValueError, match=r"tree_input: depths is \[3, 3\] torch.int64.*accepted is \[3, 4\] torch.int64"
+    ):
         tree_input(drawn.tokens, drawn.tokens[:, :3], drawn.lengths, 9, None)
     with pytest.raises(
-        ValueError, match=r"tree_input: table is \[8, 4\], strides \(1, 8\); accepted is \[V, H\], rows contiguous"
+        ValueError, match=r"tree_input: table is \[8, 4\] .*\(1, 8\); accepted is \[V, H\], with a cont"
     ):
         tree_input(drawn.tokens, drawn.tokens, drawn.lengths, 9, torch.zeros(4, 8).t())

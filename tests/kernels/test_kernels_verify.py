@@ -191,7 +191,7 @@ def test_pick_says_what_it_accepts(change):
     scores = {"dtype": scores.double(), "stride": scores.transpose(1, 2)[:, :3], "empty": scores[..., :0]}.get(
         change, scores
     )
-    with pytest.raises(ValueError, match=r"accepted|contiguous"):
+    with pytest.raises(ValueError, match=r"accepted"):
         pick(scores, uniform[:, :2] if change == "uniform" else uniform)
 
 

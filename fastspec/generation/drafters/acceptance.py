@@ -19,11 +19,6 @@ FORGOTTEN = 0.997
 """Weight that the rounds of a size keep with every further round of any, where they count as its being known."""
 
 
-def width_of(shape: TreeShape, growth: float = WIDTH) -> float:
-    """Multiple of a chain's chances that a level of this tree has, as `Acceptance` counts them."""
-    return 1 + growth * breadth(shape)
-
-
 def breadth(shape: TreeShape) -> float:
     """Logarithm of a level's mean number of nodes."""
     return math.log(max(1.0, (shape.total_tokens - 1) / (shape.max_path - 1)))
@@ -32,8 +27,8 @@ def breadth(shape: TreeShape) -> float:
 class Acceptance:
     """Counts of accepted drafts by size and depth, later ones with more weight.
 
-    A level is passed with probability 1 - exp(-c w): c belongs to the text, the head and the depth, and w = `width_of`
-    to the tree, so that the rounds of one size say what another would accept. A size's own rounds count besides. How w
+    A level is passed with probability 1 - exp(-c w): c belongs to the text, the head and the depth, and w to the
+    tree, so that the rounds of one size say what another would accept. A size's own rounds count besides. How w
     grows with the tree is learned where one size follows another on the same texts.
     """
 

@@ -120,8 +120,7 @@ class Traits:
     reusable: bool = False
     """True where `open` begins a later call of the same kind; others are made anew for every call."""
     reads_logits: bool = True
-    """True where the drafter reads the target's logits; else `observe` may be given the likeliest tokens in their place
-    (`Target.score`)."""
+    """True where the drafter reads the target's logits; else `observe` may be given the likeliest tokens instead."""
     draws: bool = False
     """True where drafts are drawn at random, from distributions that trees bring as `TokenTree.q`."""
 
@@ -217,13 +216,11 @@ class Drafter(Buffered, ABC):
         raise NotImplementedError(f"{type(self).__name__} drafts trees of one size")
 
     def resting(self, root: Tensor) -> Drafter:
-        """Drafter of the roots root [B] alone that stands for this one in rounds without drafts, where sizes are
-        chosen."""
+        """Drafter of the roots root [B] alone for rounds without drafts, where sizes are chosen."""
         raise NotImplementedError(f"{type(self).__name__} drafts trees of one size")
 
     def hand_over(self, rounds: int) -> None:
-        """Let the drafter that this one stands for take what was kept of so many rounds. Nothing where it hears of each
-        at once."""
+        """Let the drafter that this one stands for take what was kept of so many rounds, if anything was."""
 
     def forget(self, row: int | None = None) -> None:
         """Drop what was kept of a row (None: of all): nobody drafts after it."""
@@ -382,8 +379,7 @@ OPTIONAL = {
 
 
 class Adopted(Drafter):
-    """A third party's drafter of `nodes`, `max_path` and three methods, which are called by position. With `may_draw`
-    its trees may bring `TokenTree.q`."""
+    """A third party's drafter of three methods, called by position; `may_draw`: trees may bring `TokenTree.q`."""
 
     def __init__(self, theirs: Any, may_draw: bool) -> None:
         self.traits = Traits(draws=may_draw)

@@ -105,8 +105,7 @@ class SizedDecoding(Decoding):
 
     name: str
     steps: tuple[Any, str] | None = None
-    """A config, and the type of device for which it names the trees that rounds choose from; None where all rounds have
-    one."""
+    """A config, and the type of device for which it names the trees to choose from; None where all rounds have one."""
     temperature: float | None = None
     """The temperature of calls that sample."""
     device_steps: tuple[Any, str] | None = None
@@ -158,8 +157,7 @@ class DynamicDecoding(SizedDecoding):
 
 
 def trees_of(config: Any, device_type: str) -> tuple[dict[str, Any], int]:
-    """The fields of a decoding by a config with the sizes of `Eagle3`, on a device of this type, and the most children
-    of a node."""
+    """Fields of a decoding by a config with the sizes of `Eagle3`, on this type of device; most children of a node."""
     shape, batched = config.shape(device_type), config.batched(device_type)
     steps = config, device_type
     fields = {

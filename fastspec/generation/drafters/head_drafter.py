@@ -20,7 +20,7 @@ from fastspec.config import Ranks, part_of
 from fastspec.default_trees import TreeShape
 from fastspec.generation.capture import CapturedByShape, padded_width
 from fastspec.generation.decoder_layer import FULL_LAYOUT, Nodes, Rotary
-from fastspec.generation.drafters.base import Drafter, Place, Process, Traits
+from fastspec.generation.drafters.base import Drafter, Place, Process, RootsOnly, Traits
 from fastspec.generation.drafters.dynamic_tree import TreeGrowth, refuse_wide
 from fastspec.generation.drafters.head_program import Cut, program_of
 from fastspec.generation.heads.bound import BoundHead, follow
@@ -198,17 +198,17 @@ class HeadDrafter(Drafter):
         )
 
 
-class RestingDrafter(Drafter):
+class RestingDrafter(RootsOnly):
     """A head's drafter in rounds without drafts, on the roots root [B] of all rounds: it keeps the pairs of up to
     `backlog` of them on the device, for the head to read in one pass."""
 
-    traits = Traits(Place.DEVICE, reads_logits=False)
-    nodes = max_path = 1
+    drafter: HeadDrafter
+    buffers = None
 
     def __init__(self, drafter: HeadDrafter, root: Tensor) -> None:
+        super().__init__(drafter, root)
         config, rows = drafter.head.config, len(root)
         width = len(config.taps) * config.target_hidden_size if config.kind == "eagle3" else config.hidden_size
-        self.drafter, self.root, self.tree = drafter, root, TokenTree.root_only(root)
         self.backlog = min(self.backlog, max(16, BACKLOG // rows))
         self.features = drafter.last.new_zeros(rows, self.backlog, width)
         """Features [B, n, F] of the last token before each of the rounds."""
@@ -216,18 +216,6 @@ class RestingDrafter(Drafter):
         """Tokens [B, n] that the rounds emitted."""
         self.counts = root.new_zeros(rows)
         """Pairs [B] that are kept of each row."""
-
-    def reserve(self, committed: int) -> int:
-        return self.drafter.state.reserve(committed)
-
-    def fits(self, committed: int) -> bool:
-        return self.drafter.state.fits(committed)
-
-    def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
-        """Nothing: the drafter that rests begins."""
-
-    def propose(self, extent: int) -> TokenTree:
-        return self.tree
 
     def observe(
         self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fastspec.generation.decoder_layer import (
     FullAttention,
+    Gated,
     LayerFamily,
     LayerParts,
     Linear,
@@ -21,10 +22,10 @@ from fastspec.generation.decoder_layer import (
     Product,
     RmsNorm,
     StoredLinears,
-    Summed,
     gated,
     is_plain,
     joint,
+    one_by_one,
     pack,
     product,
 )
@@ -196,8 +197,7 @@ class HeadProgram:
         """`gated` of plain layers, or of those in 8 bits."""
         if not isinstance(gate, RoundedLinear):
             return gated(self.ops, gate, up, down)
-        opened = replace(self._product((gate, up)), kind=SILU)
-        return lambda x: down(opened(x))
+        return Gated(StoredLinears(self.ops, (gate, up), SILU), down)
 
     def _parts(self, index: int) -> LayerParts:
         layer, ops, cut = self._layer(index), self.ops, self.cut
@@ -303,24 +303,12 @@ class HeadProgram:
 
     def step(self, x: Tensor, total: Tensor, nodes: Nodes) -> tuple[Tensor, Tensor]:
         """One pass over the result of `feed` -> the states fed back, and those that the LM head reads, [B, T, H]."""
-        change, total = self.whole(total, nodes, x=x) or self._one_by_one(x, total, nodes)
+        change, total = self.whole(total, nodes, x=x) or one_by_one(self.layers, total, None, nodes, {}, x)
         if self.norm is None:
-            state = total + joined(change)
+            state = total if change is None else total + joined(change)
             return state, state
-        normed, state = self.norm(change, total)
+        normed, state = self.norm(total) if change is None else self.norm(change, total)
         return (normed if self.config.norm_output else state), normed
-
-    def _one_by_one(self, x: Tensor, total: Tensor, nodes: Nodes) -> tuple[Summed, Tensor]:
-        """The last layer's change, not yet added, and the sum before it."""
-        change: Summed | None = None
-        for part in self.layers:
-            if change is not None and part.input_norm is not None:
-                x, total = part.input_norm(change, total)
-            assert part.mlp_norm is not None
-            x, total = part.mlp_norm(part.mixer(x, nodes), total)
-            change = part.mlp(x)
-        assert change is not None
-        return change, total
 
     def logits(self, readout: Tensor) -> Tensor:
         """The second result of `step` -> logits over the draft vocabulary [..., V_d]."""

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import ClassVar
 
@@ -96,8 +97,7 @@ def grow(
 
 
 def best_size(growths: list[Growth], costs: dict[int, float], trust: float = 1.0) -> int:
-    """The number of nodes that promises most tokens per cost to all rows together, where drafts keep the share `trust`
-    of what they promise."""
+    """Number of nodes that promises most tokens per cost to all rows, where the share `trust` of promises is kept."""
     if all(len(growth.tokens) == 1 for growth in growths):
         return min(costs)
     sums = [
@@ -231,8 +231,7 @@ class NasdDrafter(HostDrafter):
         """Tokens that are counted while a pass runs; None: all, at once."""
         self.budget = DraftBudget(self._rest(self.look), torch.device("cpu"), GRANTED)
         self.promised, self.delivered, self.hoped, self.size = 0.0, 0.0, 0.0, min(sizes)
-        """Drafts promised and accepted so far, later ones with more weight; those that the last round promised, and its
-        nodes."""
+        """Drafts promised and accepted so far, later ones with more weight; drafts and nodes of the last round."""
         self.growths: list[Growth] | None = None
         """The trees of the next round, where they were looked up."""
         self.tried = 0
@@ -240,8 +239,7 @@ class NasdDrafter(HostDrafter):
         self.fruitless, self.vain = 0, False
         """Look-ups in vain since the last drafts, and whether the next round has waited for one."""
         self.cursors: list[Cursor] = [storage.start() for storage in storages]
-        """Places up to which the rows are counted; what comes after each are its tokens in `unread`, with the target's
-        likeliest ones beside each."""
+        """Places up to which the rows are counted; `unread` has the tokens after each, with the likeliest beside."""
         self.unread: list[deque[tuple[int, Sequence[int]]]] = [deque() for _ in storages]
         self.roots, self.active = [0] * len(storages), [True] * len(storages)
         self.heard = [0] * len(storages)
@@ -307,8 +305,7 @@ class NasdDrafter(HostDrafter):
         return None if spent is None else spent * self.costs[size] / self.costs[near]
 
     def price(self, size: int) -> float:
-        """Target passes that a round of this size, or one that looked up in vain, costs more than one of rounds that
-        look nothing up."""
+        """Target passes that a round of this size (0: one that looked up in vain) costs more than a plain one."""
         plain, spent = self.times.ms(1), self._ms(size) if size else self.times.ms(IN_VAIN)
         if plain is None or spent is None:
             return self.prices[size] if size else self.look
@@ -399,6 +396,7 @@ class NasdDrafter(HostDrafter):
     def _look_up(self) -> list[Growth]:
         """Trees of what is known, and how much of them promises most; that of a row that has ended is its root."""
         gamma, guess = self.config.gamma, not self.config.stop_if_unknown
+        found = partial(grow, gamma=gamma, nodes=self.nodes, ends=self.ends, guess=guess, least=self.least)
         growths = self.growths = []
         for row, (storage, cursor, root) in enumerate(zip(self.storages, self.cursors, self.roots, strict=True)):
             if not self._knows(row):
@@ -406,23 +404,13 @@ class NasdDrafter(HostDrafter):
                 continue
             for token, _ in self.unread[row]:
                 cursor = storage.step(cursor, token)
-            growths.append(
-                grow(
-                    storage,
-                    cursor,
-                    root,
-                    gamma=gamma,
-                    nodes=self.nodes,
-                    ends=self.ends,
-                    guess=guess,
-                    least=self.least,
-                )
-            )
+            growths.append(found(storage, cursor, root))
             if self.vocabulary is not None:
                 check_drafts(storage, growths[-1].tokens, self.vocabulary)
-        self.size = (
-            sorted(self.costs)[self.tried - 1] if self.tries else best_size(growths, self.current_costs(), self.trust)
-        )
+        if self.tries:
+            self.size = sorted(self.costs)[self.tried - 1]
+        else:
+            self.size = best_size(growths, self.current_costs(), self.trust)
         return growths
 
     def propose(self, extent: int) -> TokenTree:
@@ -494,8 +482,7 @@ def check_tokens(storage: Storage | str, vocabulary: int) -> None:
 
 
 def check_drafts(storage: Storage, tokens: list[int], vocabulary: int) -> None:
-    """Raise FastSpecError where a storage that is not one of ours drafts tokens that a model of so many does not
-    have."""
+    """Raise FastSpecError where a storage that is not one of ours drafts tokens that a model of so many lacks."""
     if isinstance(storage, (NgramStorage, SuffixStorage)):  # what they hold was checked, what they are fed is real
         return
     for token in tokens:

@@ -146,8 +146,7 @@ class NgramStorage:
 
     @classmethod
     def load(cls, path: str | Path) -> NgramStorage:
-        """Read what `save` wrote. Raises CheckpointError for a file that is missing, damaged, of another kind or a
-        newer version."""
+        """Read what `save` wrote. Raises CheckpointError for a missing, damaged, other or newer file."""
         with read_storage(path, cls.kind, ("n", "back_off"), {"contexts": 2}) as (options, tensors):
             storage = cls(options["n"], back_off=bool(options["back_off"]))
             contexts = tensors["contexts"].tolist()
@@ -326,8 +325,7 @@ class SuffixStorage:
 
     @classmethod
     def load(cls, path: str | Path) -> SuffixStorage:
-        """Read what `save` wrote. Raises CheckpointError for a file that is missing, damaged, of another kind or a
-        newer version."""
+        """Read what `save` wrote. Raises CheckpointError for a missing, damaged, other or newer file."""
         with read_storage(path, cls.kind, ("min_match", "max_match"), {"states": 2, "edges": 2}) as (options, tensors):
             storage = cls(options["min_match"], options["max_match"])
             states, edges = tensors["states"].tolist(), tensors["edges"].tolist()

@@ -67,8 +67,7 @@ class Cost:
 
 
 FORGOTTEN, RENEWED = 0.01, 0.25
-"""Share of what was measured that every round of another size forgets, so that a size is tried again, and weight of the
-last measurement."""
+"""Share of a measurement that every round of another size forgets, so that it is tried again; the last one's weight."""
 
 
 class MeasuredCosts:

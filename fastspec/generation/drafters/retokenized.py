@@ -215,8 +215,7 @@ OVERLAP = 8
 
 
 class TextDrafter(RetokenizingDrafter):
-    """Chains of at most `length.most` target tokens, the text of as many of the draft model's most likely ones, up to
-    one that the target lacks."""
+    """Chains of at most `length.most` target tokens, the text of as many drafts, up to one that the target lacks."""
 
     def propose(self, extent: int) -> TokenTree:
         """One chain per row, filled up with token 0. The root alone where no row can be drafted for."""

@@ -45,8 +45,7 @@ class SharedCacheProgram:
     """Positions [B] of the last emitted tokens."""
 
     def step(self, tokens: Tensor, hidden: Tensor, nodes: Nodes) -> tuple[Tensor, Tensor]:
-        """Tokens [B, N] and states hidden [B, N, Ht] -> the states fed back [B, N, Ht], and what the LM head reads [B,
-        N, H]."""
+        """Tokens [B, N], states hidden [B, N, Ht] -> states fed back [B, N, Ht], what the LM head reads [B, N, H]."""
         total = self.enter(torch.cat((self.embed(tokens).to(hidden.dtype), hidden), -1))
         change, total = one_by_one(self.layers, total, None, nodes, {})
         readout, _ = self.norm(total) if change is None else self.norm(change, total)

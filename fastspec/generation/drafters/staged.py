@@ -219,7 +219,6 @@ class StagedDrafter(Drafter):
         self.tape.scatter_(1, (at + accepted)[:, None], bonus.clamp(min=0)[:, None])
 
     def _cut(self, stage: int, at: Tensor) -> None:
-        """Make the stages up to this one forget the tape from the last token before slots at [B] on, which a verdict
-        has put there."""
+        """Make the stages up to this one forget the tape from the verdict's own token, before slots at [B], on."""
         for model in self.models[: stage + 1]:
             model.rewind(torch.minimum(model.lengths, self.length - self.kept + at - 1))

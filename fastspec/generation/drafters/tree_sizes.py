@@ -33,8 +33,7 @@ A quarter more where they did in a larger share of the last texts than PROVEN.""
 SHARE = 0.0075
 """Target passes that every round adds to what drafts may lose."""
 SLACK = 1.0
-"""Target passes at the most that a round may be measured to cost beyond what is known of its size: something else may
-have held it up."""
+"""Target passes at the most that a round is taken to cost beyond what is known of its size: others may hold it up."""
 MOST_EARNED = 16.0
 """Target passes that drafts may lose at the most, however much they brought before."""
 LONGEST_REST = 256
@@ -54,8 +53,7 @@ DECAY = 0.98
 BETWEEN_CALLS = 0.5
 """Weight that the rounds of earlier calls keep."""
 CURIOUS, ENOUGH = 0.08, 32.0
-"""Part by which a size that was not tried may promise less than another and be tried, and the rounds of texts that do
-away with it."""
+"""Part by which an untried size may promise less than another and be tried, and the rounds of texts that end this."""
 RENEWED = 0.25
 """Weight of a block's milliseconds among those of its size."""
 MOST_TRIES = 3
@@ -146,10 +144,8 @@ class TreeSizes:
 
     def begin(self) -> None:
         """A call begins, on a text of its own."""
-        self.acceptance.fade(BETWEEN_CALLS)
+        self._renew(1.0)
         self.acceptance.part()
-        self._judge(1.0)
-        self.left = self._granted(1.0)
         self.gain, self.since = 0.0, 0
         """What the last round with drafts accepted, and rounds since sizes were compared."""
         self.last: int | None = None
@@ -167,18 +163,18 @@ class TreeSizes:
         if share == 1:
             self.begin()
             return
-        self.acceptance.fade(BETWEEN_CALLS**share)
-        self._judge(share)
-        self.left = self._granted(share)
+        self._renew(share)
         self.credit = max(self.credit, min(self._credit(), self.credit + share * self._credit()))
         if not self.size:  # whose drafts may pay
             self.due = min(self.due, 1)
 
-    def _judge(self, share: float) -> None:
-        """A text that so large a `share` of the rows had is over, or another joins."""
+    def _renew(self, share: float) -> None:
+        """A text that so large a `share` of the rows had is over, and another begins."""
+        self.acceptance.fade(BETWEEN_CALLS**share)
         if self.net:
             self.paid += (1 - 0.5**share) * ((self.net > 0) - self.paid)
         self.net = 0.0
+        self.left = self._granted(share)
 
     def _granted(self, share: float) -> float:
         """Target passes that drafts may lose, where so large a share of the rows has another text. What was saved in
@@ -221,9 +217,7 @@ class TreeSizes:
 
     def ms(self, size: int) -> float:
         """Milliseconds of a round of this size: measured, or by the prior's ratio to the nearest that was."""
-        if not self.known:
-            return self.prior[size]
-        spent = self.known[self._nearest()]
+        spent = self.known[self._nearest()] if self.known else {}
         if (found := spent.get(self.nodes(size))) is not None:
             return found
         sizes = [each for each in range(len(self.prior)) if self.nodes(each) in spent]
@@ -392,7 +386,8 @@ class TreeSizes:
             wanted = WORTH_MAKING if self.captures and best not in self.made else BETTER
             if rates[best] < wanted * rates[former] or self.drafted < EVIDENCE:
                 best = former
-        if best and not begins and self._unknown() and not self._is_cold():
+        measured = any(1 in spent for spent in (*self.known.values(), *self.pending.values()))
+        if best and not begins and not measured and not self._is_cold():  # what a plain round takes is a guess
             self._use(0, EVIDENCE)
         elif best:
             self._use(best, BLOCK)
@@ -423,8 +418,3 @@ class TreeSizes:
     def _is_cold(self) -> bool:
         """True where sizes have to be captured first, and too few rounds have run to pay for it."""
         return self.captures and self.rounds < SETTLED and len(self.made) <= len(self.shapes)
-
-    def _unknown(self) -> bool:
-        """True where what a plain round takes is a guess."""
-        tables = (*self.known.values(), *self.pending.values())
-        return not any(1 in spent for spent in tables)

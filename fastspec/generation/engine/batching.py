@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,14 @@ from fastspec.kernels.verification.reference import NO_TOKEN
 
 ASYNCHRONOUS_AFTER = 8
 """Rounds of a call before its rounds are asynchronous: each is launched before the one in front of it is read."""
+
+
+class Wants(NamedTuple):
+    """Raw logits and draft trees that a prompt asks for, and whether drafts of its row may be accepted."""
+
+    logits: bool = False
+    tree: bool = False
+    drafts: bool = True
 
 
 class Batch:
@@ -37,8 +46,7 @@ class Batch:
         self.active = [True] * rows
         """Of each prompt, whether its answer goes on; also of those that wait."""
         self.alone = bool(request.ends) or request.rows is not None
-        """True where `stop` ends an answer by itself. Otherwise all answers go on until each of them was stopped once,
-        as in transformers."""
+        """True where `stop` ends an answer by itself; else all go on until each was stopped, as in transformers."""
         self.asked: dict[tuple[int, int], bool] = {}  # (prompt, tokens of its answer) -> what `stop` answered
         self.stops: dict[int, int] = {}  # prompt -> length of its answer when it was stopped, where they go on
         self.uncounted: list[tuple[Stats, int, int, int, int, int, bool]] = []
@@ -79,8 +87,7 @@ class Batch:
         return self.free()[0]
 
     def unlike(self, count: int) -> int:
-        """Number of waiting prompts, `count` at most and one at least, that begin like no row and like none of each
-        other."""
+        """Number of waiting prompts, 1 to `count`, that begin like no row and like none of each other."""
         return count
 
     def give_away(self, row: int) -> None:
@@ -97,22 +104,14 @@ class Batch:
         """A prompt could not join: it is the call that fails."""
         raise error
 
+    def wants_of(self, prompt: int) -> Wants:
+        """What a round gives a prompt beside its tokens."""
+        return Wants(self.request.keep_logits)
+
     @property
-    def asks_logits(self) -> bool:
-        """True where the logits of some prompt's tokens are asked for."""
-        return self.request.keep_logits
-
-    def keeps_logits(self, prompt: int) -> bool:
-        """True where the logits of a prompt's tokens are asked for."""
-        return self.request.keep_logits
-
-    def keeps_tree(self, prompt: int) -> bool:
-        """True where a prompt's draft trees are asked for."""
-        return False
-
-    def drafts_for(self, prompt: int) -> bool:
-        """True where drafts of a prompt's row may be accepted."""
-        return True
+    def wants(self) -> list[Wants]:
+        """The same by row."""
+        return [self.wants_of(prompt) for prompt in self.places]
 
     @property
     def drafting(self) -> bool:
@@ -128,13 +127,8 @@ class Batch:
         """Take a prompt's first token, of scores and logits [1, V]."""
         if self.request.measure:
             self.measures[prompt].append(measure(logits, torch.tensor(tokens, device=logits.device)))
-        self.take(
-            prompt,
-            tokens,
-            0,
-            scores if self.request.keep_scores else None,
-            logits.float() if self.keeps_logits(prompt) else None,
-        )
+        kept = scores if self.request.keep_scores else None
+        self.take(prompt, tokens, 0, kept, logits.float() if self.wants_of(prompt).logits else None)
 
     def take(
         self,
@@ -242,8 +236,7 @@ class Batch:
             self.active = [len(answer) < common for answer in self.out.tokens]
 
     def count(self, rows: Sequence[tuple[int, int, int, int]], has_drafts: bool) -> None:
-        """Count a round that `take` has taken, by prompt: its number, how many tokens the round found in its answer,
-        accepted drafts and drafts."""
+        """Count a round after `take`, by prompt: number, tokens of its answer before, accepted drafts and drafts."""
         answers = self.out.tokens
         if self.alone:
             told = [(len(answers[prompt]) - begin, accepted, drafted) for prompt, begin, accepted, drafted in rows]

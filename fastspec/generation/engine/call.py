@@ -1,5 +1,4 @@
-"""The call as the rounds see it: the request, the tensors that all rounds share, rounds without drafts, and the
-outcome."""
+"""The call as the rounds see it: request, tensors that all rounds share, rounds without drafts, and outcome."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ Entry: TypeAlias = Callable[[int], tuple[Target, Drafter | None]]
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The first `count` tokens of a prompt that a row of another target, and of its drafter, has read. The row was
-    written up to slot `reached`."""
+    """The first `count` tokens of a prompt, read by a row of another target and drafter, written up to `reached`."""
 
     target: Target
     drafter: Drafter | None
@@ -85,8 +83,7 @@ class Request:
     prefill: Callable[[Target], tuple[Tensor, Tensor]] | None = None
 
     def read(self, target: Target) -> tuple[Tensor, Tensor]:
-        """Let a target stand behind the prompts -> logits of their last tokens [B, V] and the features of all [B, T,
-        F]."""
+        """Let a target read the prompts -> logits of their last tokens [B, V] and the features of all [B, T, F]."""
         return target.prefill(self.prompts, self.counts) if self.prefill is None else self.prefill(target)
 
     @property
@@ -128,8 +125,7 @@ class Outcome:
 
 
 class RoundState:
-    """State that all rounds of a call share and change in place: every program of the call, and every graph, reads the
-    same tensors."""
+    """State that all rounds of a call share and change in place: its programs and graphs read the same tensors."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.root = torch.zeros(rows, dtype=torch.long, device=device)
@@ -164,8 +160,7 @@ class Fallback:
         self.left = 0
         """How many of the next rounds are such rounds."""
         self.missed: list[list[int]] = []
-        """Tokens that the rows emitted in such rounds and that the drafter has not observed yet, a list for each
-        round."""
+        """Tokens that the rows emitted in each such round and that the drafter has not observed yet."""
         self.counts: list[int] = []
         """In how many of these each row was still running."""
 

@@ -1,5 +1,4 @@
-"""The engine of calls of one kind: a target, a drafter, the programs of their rounds, and the graphs captured of
-these."""
+"""The engine of calls of one kind: a target, a drafter, the programs of their rounds, and their graphs."""
 
 from __future__ import annotations
 
@@ -112,7 +111,7 @@ class Engine(Generic[TargetT]):
 
     def fits(self, committed: int) -> bool:
         """True where there is room for so many committed tokens of each row already."""
-        return self.target.fits(committed) and (self.drafter is None or self.drafter.fits(committed))
+        return self.main.fits(committed)
 
     def bytes(self, committed: int) -> int:
         """Memory of the buffers with room for so many committed tokens of each row."""
@@ -239,8 +238,7 @@ class Engine(Generic[TargetT]):
         return self.sizes.size if self.pinned is None else min(self.pinned, len(self.sizes.shapes))
 
     def warm_reading(self) -> None:
-        """Capture how the drafter reads what rounds without drafts emitted, for every number of rounds, where sizes are
-        chosen. No row goes on."""
+        """Capture how the drafter reads what so many rounds without drafts emitted. No row goes on."""
         if self.resting is None or not self.target.captures:
             return
         self.drain()

@@ -53,8 +53,7 @@ class HandedAnswer(Generic[TargetT]):
         return engine.last.tree.tokens.shape[1]
 
     def end(self) -> tuple[Tensor, Tensor]:
-        """Let the prompt and its drafter go on behind what was kept -> the last token [1], and the processed scores [1,
-        V] of the first."""
+        """Let prompt and drafter go on behind what was kept -> the last token [1], and scores [1, V] of the first."""
         ids, _, features = self.read.whole()
         self.joining.take_over(ids, features)
         return self.engine.state.root.clone(), self.scores

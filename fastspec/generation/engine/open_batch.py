@@ -1,5 +1,4 @@
-"""A batch without an end: prompts arrive while it runs, each with its own settings, and its number of rows follows the
-load."""
+"""A batch without an end: prompts arrive while it runs, each with its own settings, and its rows follow the load."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from fastspec.errors import FastSpecError
 from fastspec.generation.constraint import Constraint
 from fastspec.generation.drafters.base import Process
-from fastspec.generation.engine.batching import Batch
+from fastspec.generation.engine.batching import Batch, Wants
 from fastspec.generation.engine.call import Prefix, Request
 from fastspec.generation.engine.engine import Engine, TargetT
 from fastspec.generation.engine.prefix_cache import PrefixCache, begins, common_length
@@ -87,8 +86,7 @@ class Prompt(Protocol):
         """True where `observe` takes draft trees."""
 
     def observe(self, drafted: int, logits: Tensor | None, tree: DraftTree | None) -> None:
-        """Take how many draft tokens a round had, the raw logits [N, V] fp32 of its tokens, and its draft tree, before
-        these."""
+        """Take, before a round's tokens, its number of drafts, the raw logits [N, V] fp32, and its draft tree."""
 
     def emit(self, tokens: list[int], accepted: int, done: bool) -> None:
         """Take a round's tokens."""
@@ -126,8 +124,7 @@ class OpenBatch(Batch):
         """Errors of the middle of a round, by row."""
 
     def resize(self, rows: int, order: Sequence[int] | None = None) -> dict[int, int]:
-        """Go on with so many rows, the first of which, in an order, hold the prompts that there are -> the row that the
-        prompt of a row was in."""
+        """Go on with so many rows, the first of which, in an order, hold the prompts -> the row that each was in."""
         kept = [row for row, prompt in enumerate(self.prompts) if prompt is not None]
         moves = dict(zip(order or range(rows), kept, strict=False))
         places = {source: row for row, source in moves.items()}
@@ -162,7 +159,6 @@ class OpenBatch(Batch):
         return self.prefixes.find(self.queue[0].text) if self.prefixes.least is not None else None
 
     def row_for(self, prefix: Prefix) -> int:
-        """The free row of a prompt with a prefix: that of the text that it goes on with, or the oldest."""
         return self.prefixes.row_for(prefix, self._free())
 
     def unlike(self, count: int) -> int:
@@ -180,7 +176,6 @@ class OpenBatch(Batch):
         return count
 
     def give_away(self, row: int) -> None:
-        """The text of a free row is kept elsewhere, if it can be."""
         self.prefixes.give_away(row)
 
     def seat(self, row: int, prompt: int, count: int, prefix: Prefix | None = None) -> None:
@@ -202,7 +197,6 @@ class OpenBatch(Batch):
         return row, prompt.ids
 
     def expects(self, row: int) -> bool:
-        """True while the prompt on its way into a row is wanted there: not where it was cancelled."""
         return self.prompts[row] is not None
 
     def escalate(self, error: BaseException) -> None:
@@ -221,21 +215,9 @@ class OpenBatch(Batch):
         if self.prompts[prompt] is not None:
             self._leave(prompt, error)
 
-    @property
-    def asks_logits(self) -> bool:
-        return any(held is not None and held.keeps_logits for held in self.prompts)
-
-    def keeps_logits(self, prompt: int) -> bool:
+    def wants_of(self, prompt: int) -> Wants:
         held = self.prompts[prompt]
-        return held is not None and held.keeps_logits
-
-    def keeps_tree(self, prompt: int) -> bool:
-        held = self.prompts[prompt]
-        return held is not None and held.keeps_tree
-
-    def drafts_for(self, prompt: int) -> bool:
-        held = self.prompts[prompt]
-        return held is None or held.rule.drafts
+        return Wants() if held is None else Wants(held.keeps_logits, held.keeps_tree, held.rule.drafts)
 
     @property
     def drafting(self) -> bool:
@@ -252,13 +234,8 @@ class OpenBatch(Batch):
         return None if all(found) else found
 
     def goes_on(self, longest: int) -> bool:
-        """True where a round may be launched before the one in front of it is read, of which nobody asks for more than
-        tokens."""
-        if any(
-            held is not None and (held.keeps_logits or (held.keeps_tree and held.rule.drafts)) for held in self.prompts
-        ):
-            return False
-        return super().goes_on(longest)
+        wanted = any(each.logits or (each.tree and each.drafts) for each in self.wants)
+        return not wanted and super().goes_on(longest)
 
     def take(
         self,
@@ -307,8 +284,7 @@ class OpenBatch(Batch):
         self.errors.setdefault(row, error)
 
     def cancel(self) -> None:
-        """Let go of prompts that nobody waits for any more. What a row emits in a round that was launched is not
-        read."""
+        """Let go of prompts that nobody waits for any more; what a launched round emits for them is not read."""
         for row, prompt in enumerate(self.prompts):
             if prompt is not None and prompt.is_cancelled:
                 self._leave(row, None)
@@ -399,8 +375,7 @@ class RowCounts(Generic[TargetT]):
             self.steps = [self.rows]
 
     def bytes(self, room: int) -> int:
-        """Memory of the buffers of all rounds, and of the row that a prompt is read in, with room for so many committed
-        tokens of each row."""
+        """Memory of all rounds' buffers, and of the row that reads prompts, with room for so many tokens a row."""
         return self.current.engine.bytes(room) * (sum(self.steps) + 1) // len(self.batch.prompts)
 
     def reserve(self, room: int) -> None:
@@ -431,8 +406,7 @@ class RowCounts(Generic[TargetT]):
             self._of(step)
 
     def turn(self) -> None:
-        """A turn of the rounds that the load needs. Before these change no round is launched ahead, since prompts move
-        between two."""
+        """A turn of the rounds that the load needs. Before these change no round is launched ahead: prompts move."""
         self.needed.append(self.batch.held + len(self.batch.queue))
         width = next((step for step in self.steps if step >= max(self.needed)), self.rows)
         stays = width == len(self.batch.prompts) or self.current.joining is not None

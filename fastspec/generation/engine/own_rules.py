@@ -125,8 +125,7 @@ class OwnRules(FedVerifier):
         ]
 
     def _picks(self, rule: Rule, scores: Tensor, positions: Tensor) -> Tensor:
-        """Tokens [1, N] of one prompt, of scores [1, N, V] and the positions [1, N] of the tokens that are chosen
-        there."""
+        """Tokens [1, N] of one prompt, of scores [1, N, V] and the tokens' positions [1, N]."""
         settings = rule.settings if rule.sample else None
         if rule.process is not None and settings is None:
             scores = rule.process(scores[0].float())[None]
@@ -156,8 +155,7 @@ class OwnRules(FedVerifier):
 
 
 class MixedRules(OwnRules):
-    """The choice by the rule of each row's prompt, from the mixture of the target's distribution and the drafter's. It
-    is the host's to apply."""
+    """The choice by each row's rule from the mixture of the target's and the drafter's distribution; on the host."""
 
     place = Place.HOST
 

@@ -138,8 +138,7 @@ class PrefixCache(Generic[TargetT]):
         return best
 
     def row_for(self, prefix: Prefix, free: Sequence[int]) -> int:
-        """The row of a prompt that begins with a prefix, of those that are free, the oldest first: where it is most of
-        a text, the text's."""
+        """A free row, the oldest first, for a prompt with a prefix: where that is most of a text, the text's."""
         engine = next(each for each in self.texts if each.target is prefix.target)
         text = self.texts[engine][prefix.row]
         assert text is not None
@@ -186,8 +185,7 @@ class PrefixCache(Generic[TargetT]):
         self.current = engine
 
     def save(self, engine: Engine[TargetT], row: int, taken: Collection[int] = ()) -> None:
-        """Copy the text of a row that is given away over an older one of an engine of more rows, but for rows of the
-        current engine that are taken."""
+        """Copy the text of a row that is given away over an older one of an engine of more rows, if it is not taken."""
         text = self.texts[engine][row]
         if text is None or text.used == GIVEN_UP:
             return

@@ -48,8 +48,7 @@ class Scored:
 @dataclass(frozen=True, slots=True)
 class VerifiedTree:
     """A scored tree with its verdict. `scores` are what the verdict was made of, fp32 as the processors leave them: at
-    every node [B, N, V], or with `along_path` at every step of the verdict's path [B, P, V]; None where nobody may ask
-    for them."""
+    every node [B, N, V], or with `along_path` at every step of the path [B, P, V]; None where nobody may ask."""
 
     scored: Scored
     verdict: Verdict
@@ -258,9 +257,7 @@ class RoundProgram:
         """The verdict on scores, and the phases behind it."""
         judged = verify(scored)
         self.mark("choose")
-        done = Round(judged, self.commit(judged))
-        self.observe(done, self.target.bound)
-        return done
+        return Round(judged, self.from_verdict(judged))
 
     def from_tree(self, verify: Verify, tree: TokenTree, extent: int) -> Round:
         """The phases behind a tree of the host's, but for what the host observes."""
@@ -275,8 +272,7 @@ class RoundProgram:
         return self.clock.watch(phases)
 
     def on_copy(self, phases: Callable[[TokenTree, int], Value], max_path: int, *parts: Tensor) -> Marked[Value]:
-        """Phases on the copy of a tree that a graph reads, in bounds of any length: its tokens, parents, depths and
-        ancestors."""
+        """Phases, in bounds of any length, on the tokens, parents, depths and ancestors that a graph reads."""
 
         def run() -> Value:
             self.mark("copy")

@@ -157,8 +157,7 @@ class Rounds(Generic[TargetT]):
                 spent += self._read(room)
 
     def _waits_to_prefill_whole(self, room: int) -> bool:
-        """True if the next prompt fits whole into the next pass but not into the `room` tokens that are left of this
-        one."""
+        """True if the next prompt fits whole into the next pass but not into the `room` tokens left of this one."""
         return (
             self.joining is None
             and self.together > 1
@@ -199,8 +198,7 @@ class Rounds(Generic[TargetT]):
         first: tuple[Tensor, Tensor] | None = None,
         prefix: Prefix | None = None,
     ) -> int:
-        """Read up to `room` tokens of one prompt behind its prefix, or of what is left of the one that is `joining` ->
-        how many."""
+        """Read up to `room` tokens of a prompt behind its prefix, or of the one that is `joining` -> how many."""
         assert self.entry is not None
         try:
             joining = self.joining = self.joining or Joining(*waiting, *self.entry(1), prefix)
@@ -305,8 +303,7 @@ class Rounds(Generic[TargetT]):
 
 
 def read_row(row: list[int]) -> list[int]:
-    """Tokens of a row for which none could be drawn behind the accepted drafts, as `Ops.emit` tells of them, with
-    NO_TOKEN in its place."""
+    """A row of `Ops.emit` for which no token could be drawn behind the accepted drafts, with NO_TOKEN there."""
     accepted = -1 - row[0]
     return [accepted, *row[1 : 1 + accepted], NO_TOKEN, *row[2 + accepted :]]
 
@@ -320,8 +317,8 @@ def take(emitted: list[list[int]], engine: Engine[TargetT], batch: Batch) -> Non
     # the next replay writes over them
     measures = None if last.committed.measures is None else last.committed.measures.clone()
     nodes, drafted = last.tree.tokens.shape[1] - 1, last.tree.drafted
-    asked = batch.asks_logits
-    kept = asked or request.keep_scores
+    wants = batch.wants
+    kept = request.keep_scores or any(want.logits for want in wants)
     paths = [last.verdict.path[row, : told[0] + 1] for row, told in enumerate(emitted)] if kept else []
     scores = (
         [last.scores_along(row, path) for row, path in enumerate(paths)]
@@ -329,7 +326,7 @@ def take(emitted: list[list[int]], engine: Engine[TargetT], batch: Batch) -> Non
         else [None] * len(emitted)
     )
     answers, padded, counted = batch.out.tokens, engine.state.padded, list[tuple[int, int, int, int]]()
-    for row, (prompt, told) in enumerate(zip(batch.places, emitted, strict=True)):
+    for row, (prompt, told, want) in enumerate(zip(batch.places, emitted, wants, strict=True)):
         if not batch.active[prompt]:
             continue
         accepted = told[0]
@@ -337,13 +334,13 @@ def take(emitted: list[list[int]], engine: Engine[TargetT], batch: Batch) -> Non
         if padded[row]:
             batch.take(prompt, tokens, accepted, None, None)
             continue
-        logits = last.logits[row, paths[row]].float() if asked and batch.keeps_logits(prompt) else None
+        logits = last.logits[row, paths[row]].float() if want.logits else None
         if measures is not None:
             batch.measures[prompt].append(measures[row, : accepted + 1])
         own, tree = 0, None
-        if nodes and batch.drafts_for(prompt):
+        if nodes and want.drafts:
             own = nodes if drafted is None else drafted[row]
-            tree = last.tree_of(row, own, accepted) if batch.keeps_tree(prompt) else None
+            tree = last.tree_of(row, own, accepted) if want.tree else None
         counted.append((prompt, len(answers[prompt]), accepted, own))
         batch.take(prompt, tokens, accepted, scores[row], logits, own, tree)
     batch.count(counted, nodes > 0)

@@ -331,8 +331,7 @@ def _run(
     stats: Stats | None = None,
     more: Hashable = None,
 ) -> Value:
-    """Phases from their graph, which depends on `more` than the program's key; what they leave lies where the graph has
-    it."""
+    """Phases from their graph, of the program's key and `more`; what they leave lies where the graph has it."""
     before = graph.replays
     key = program.key if more is None else (program.key, more)
     value, marks = graph(partial(program.marked, phases), key)

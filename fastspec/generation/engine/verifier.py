@@ -1,5 +1,4 @@
-"""Verifiers decide which tokens a call emits: on the device in one go, or on the host where processors, criteria or a
-mixture ask for it."""
+"""Verifiers decide which tokens a call emits: on the device, or on the host for processors, criteria and mixtures."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ class Verifier(ABC):
 
     @abstractmethod
     def first(self, logits: Tensor, text: Text, prompts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The first tokens of these prompts, whose text was read, from raw logits [B, V] -> tokens [B], processed
-        scores [B, V] fp32."""
+        """First tokens of prompts whose text was read, from raw logits [B, V] -> tokens [B], scores [B, V] fp32."""
 
     def joined(self, logits: Tensor, text: Text, prompt: int, drafter: Drafter | None) -> tuple[Tensor, Tensor]:
         """`first` of a prompt that joins the rounds, and that `drafter` is about to begin with."""

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fastspec.errors import CheckpointError, Unsupported
 from fastspec.generation.decoder_layer import LayerFamily, is_plain
-from fastspec.generation.heads.module import FLOATS, Binding, DraftHead, EagleHead, HeadConfig, RMSNorm
+from fastspec.generation.heads.module import FLOATS, Binding, DraftHead, EagleHead, HeadConfig, RMSNorm, drafted_ids
 
 ONCE, FADES = 1 << 10, 10
 """A token's count of one occurrence, and the part of it, one in so many, that goes whenever another text begins."""
@@ -49,8 +49,7 @@ class TargetParts:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """Rows of the embedding and of the LM head. Raises Unsupported for a module without a weight, other than a
-        linear layer that holds it packed."""
+        """Rows of embedding and LM head. Raises Unsupported without a weight, but for packed linear layers."""
         found = []
         for name, module in (("embedding", self.embedding), ("LM head", self.lm_head)):
             weight = getattr(module, "weight", None)
@@ -69,8 +68,7 @@ class TargetParts:
 @dataclass
 class Derived:
     """Parts derived from a bound head: the LM head of `BoundHead.readout`, the head in a lower precision (`lowered`),
-    the head with a draft vocabulary (`narrowed`), and that vocabulary. Copies and pickles of the head begin without
-    them."""
+    the head with a draft vocabulary (`narrowed`), and that vocabulary. Copies and pickles begin without."""
 
     readout: nn.Linear | None = None
     lowered: BoundHead | None = None
@@ -114,8 +112,7 @@ class DraftVocabulary:
 @dataclass(frozen=True, eq=False)
 class BoundHead:
     """A head and the modules that it uses of its target; the module itself may serve other targets too. `rows` are
-    those of the target's embedding and LM head when it was bound, `source` the head that a twin in a lower precision
-    is of."""
+    those of the target's embedding and LM head when it was bound, `source` the head of a twin in lower precision."""
 
     module: DraftHead
     binding: Binding
@@ -165,12 +162,11 @@ class BoundHead:
 
     def drafted(self) -> Tensor:
         """The target's ids [V_d] of the drafted tokens."""
-        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+        return drafted_ids(self.d2t)
 
     @torch.no_grad()
     def hear(self, ids: Tensor, counts: Tensor) -> None:
-        """Begin texts whose first counts [B] of ids [B, T] are real: their tokens join a draft vocabulary that has free
-        places."""
+        """Begin texts, the first counts [B] of ids [B, T]: their tokens join a draft vocabulary with free places."""
         vocabulary, made, lm_head = self.derived.vocabulary, self.derived.readout, self.binding.lm_head
         if vocabulary is not None and vocabulary.free and made is not None and lm_head is not None:
             vocabulary.count(ids, counts)
@@ -179,8 +175,7 @@ class BoundHead:
     @torch.no_grad()
     def renew(self) -> None:
         """Make the product of `readout` anew, in place, where the target's rows or the head's matrix have changed,
-        which one vector's product shows, or without a matrix some of the rows. A target's LM head without readable rows
-        leaves it."""
+        which one vector's product shows, or without a matrix some of the rows. An LM head without rows leaves it."""
         made, lm_head, between = self.derived.readout, self.binding.lm_head, self.module.lm_head_map
         if made is None or no_rows(lm_head, self.module.d2t, self.config.hidden_size) is not None:
             return
@@ -217,8 +212,7 @@ class BoundHead:
 
 def narrowed(head: BoundHead, key: Hashable, made: Callable[[], Tensor], free: int) -> BoundHead:
     """The head with a draft vocabulary of the target's ids that are `made`, ascending, and `free` places for those that
-    its texts bring; the same one as long as its key is. Raises CheckpointError where the target's LM head has no rows
-    to give."""
+    its texts bring; the same one as long as its key is. Raises CheckpointError where the LM head has no rows."""
     known = head.derived.narrowed
     if known is not None and known[0] == key:
         known[1].renew()
@@ -342,7 +336,7 @@ def no_rows(lm_head: Any, d2t: Tensor, width: int) -> str | None:
     elif weight.is_meta or weight.dtype not in FLOATS:
         found = "on the device meta, without values" if weight.is_meta else str(weight.dtype)
     else:
-        last = int((d2t + torch.arange(len(d2t), device=d2t.device)).max())
+        last = int(drafted_ids(d2t).max())
         if weight.ndim == 2 and weight.shape[0] > last and weight.shape[1] == width:
             return None
         found = f"of shape {list(weight.shape)}"

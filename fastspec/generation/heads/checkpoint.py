@@ -21,7 +21,7 @@ from fastspec.generation.heads.dialects import (
     unwrapped_key,
 )
 from fastspec.generation.heads.files import HeadFiles, check_finite, some
-from fastspec.generation.heads.module import FLOATS, EagleHead, HeadConfig
+from fastspec.generation.heads.module import FLOATS, EagleHead, HeadConfig, drafted_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +42,7 @@ class HeadCheckpoint(Description):
 
     @classmethod
     def of(cls, module: EagleHead) -> HeadCheckpoint:
-        """A module, checked like a file. Raises CheckpointError for values not finite or not there, and draft ids
-        without tokens."""
+        """A module, checked like a file. Raises CheckpointError for values not finite or missing, and bad draft ids."""
         where, config = "this EagleHead", module.config
         if any(tensor.is_meta for tensor in module.state_dict().values()):
             raise CheckpointError(f"{where} is on the device meta, without values: fastspec.load_head loads one")
@@ -70,9 +69,7 @@ class HeadCheckpoint(Description):
     def last_drafted(self) -> int:
         """The highest of the target's ids that the head drafts."""
         d2t = self.state.get("d2t")
-        if d2t is None:
-            return self.config.draft_vocab_size - 1
-        return int((d2t + torch.arange(len(d2t), device=d2t.device)).max())
+        return self.config.draft_vocab_size - 1 if d2t is None else int(drafted_ids(d2t).max())
 
     @property
     def last_tap_normed(self) -> bool:

@@ -24,8 +24,7 @@ PREFIXES = re.compile(r"^(?:language_model\.|model\.|eagle_module\.)+")
 WRAPPERS = re.compile(
     r"^(?:module\.|draft_model\.|base_model\.model\.)+|_(?:orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\."
 )
-"""Names that trainers' wrappers (DDP, DeepSpeed, PEFT, torch.compile, FSDP, checkpointing) leave within the keys of a
-head that was saved from inside them."""
+"""Names that trainers' wrappers (DDP, DeepSpeed, PEFT, torch.compile, FSDP, checkpointing) leave in a head's keys."""
 MODELOPT_FIELDS = {"use_last_layernorm", "use_input_layernorm_in_first_layer", "use_mtp_layernorm"}
 NEMO = "LlamaEagle3DraftModel"
 """The class of NeMo Automodel's heads."""

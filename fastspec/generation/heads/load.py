@@ -29,8 +29,7 @@ def load(
     source: Path | EagleHead, target: TargetParts, reading: Reading, scaled_rope: ScaledRope
 ) -> tuple[BoundHead, tuple[str, ...]]:
     """A head for a target, on its device and in its dtype, and what a user is warned of: `HeadCheckpoint.assumed`, and
-    `adapter` where the target has none. A module is bound as it is. Raises CheckpointError for one that does not
-    fit."""
+    `adapter` where the target has none. A module is bound as it is. Raises CheckpointError where it does not fit."""
     checkpoint = fitted(read_checkpoint(source), target.sizes, reading)
     told = (checkpoint.assumed, None if target.has_adapter else checkpoint.adapter)
     return bound(checkpoint, target, scaled_rope), tuple(each for each in told if each is not None)

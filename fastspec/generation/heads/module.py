@@ -240,11 +240,15 @@ class Layer(nn.Module):
         return out
 
 
+def drafted_ids(d2t: Tensor) -> Tensor:
+    """The target's ids [V_d] of drafted tokens, of the offsets d2t [V_d] to them."""
+    return d2t + torch.arange(len(d2t), device=d2t.device)
+
+
 @dataclass(frozen=True, eq=False)
 class Binding:
     """Modules that a head uses, no parameters of it: `embedding` is the target's, or one that the head brought
-    (`own_embedding`); `lm_head` is the target's, None for a head that has one of its own; `family` runs a layer of the
-    target's kind."""
+    (`own_embedding`); `lm_head` is the target's, None for a head with one of its own; `family` runs its layer."""
 
     embedding: nn.Module
     lm_head: nn.Module | None
@@ -288,8 +292,7 @@ class DraftHead(nn.Module):
         return self.binding
 
     def target_rows(self, lm_head: nn.Module, ids: Tensor | None = None) -> Tensor:
-        """The rows [V_d, H] of the target's LM head for the drafted tokens, or for `ids`; of all processes that hold it
-        together."""
+        """Rows [V_d, H] of the target's LM head, of all its processes, for the drafted tokens, or for `ids`."""
         weight = cast(Tensor, lm_head.weight).detach()
         ids = (self.drafted() if ids is None else ids).to(weight.device)
         if not isinstance(weight, DTensor):
@@ -297,9 +300,16 @@ class DraftHead(nn.Module):
         rows = F.embedding(DTensor.from_local(ids, weight.device_mesh, run_check=False), weight)
         return cast(DTensor, rows).full_tensor()
 
+    @property
+    def readout(self) -> nn.Module:
+        """The LM head, its own or the target's."""
+        lm_head = self.bound.lm_head if self.lm_head is None else self.lm_head
+        assert lm_head is not None  # `bind` sees to it
+        return lm_head
+
     def drafted(self) -> Tensor:
         """The target's ids [V_d] of the drafted tokens."""
-        return self.to_target(torch.arange(len(self.d2t), device=self.d2t.device))
+        return drafted_ids(self.d2t)
 
     def to_target(self, draft_ids: Tensor) -> Tensor:
         """Draft ids -> the target's token ids."""
@@ -344,9 +354,7 @@ class MtpHead(DraftHead):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states of `step` -> logits [..., V]."""
-        lm_head = self.bound.lm_head if self.lm_head is None else self.lm_head
-        assert lm_head is not None  # `bind` sees to it
-        logits: Tensor = lm_head(hidden)
+        logits: Tensor = self.readout(hidden)
         return logits
 
 
@@ -420,12 +428,10 @@ class EagleHead(DraftHead):
         """Hidden states of `step` -> logits over the draft vocabulary [..., V_d]."""
         if self.norm is not None and not self.config.norm_output:
             hidden = self.norm(hidden)
-        lm_head = self.bound.lm_head if self.lm_head is None else self.lm_head
-        assert lm_head is not None  # `bind` sees to it
         if self.lm_head_map is not None:
             mapped = self.lm_head_map(hidden)
-            return F.linear(mapped, self.target_rows(lm_head).to(mapped))
-        logits: Tensor = lm_head(hidden)
+            return F.linear(mapped, self.target_rows(self.readout).to(mapped))
+        logits: Tensor = self.readout(hidden)
         return logits
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:

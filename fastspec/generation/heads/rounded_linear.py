@@ -29,10 +29,8 @@ class RoundedLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None, kind: Codes) -> None:
         super().__init__()
         dtype, largest = LARGEST[kind]
-        codes, scales = (
-            weight.new_empty(weight.shape, dtype=dtype),
-            weight.new_empty(len(weight), 1, dtype=torch.float32),
-        )
+        codes = weight.new_empty(weight.shape, dtype=dtype)
+        scales = weight.new_empty(len(weight), 1, dtype=torch.float32)
         far = scales.new_zeros(())
         for part, some, scale in zip(*(each.split(LINES) for each in (weight, codes, scales)), strict=True):
             wide = part.float()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastspec.kernels.arguments import PACKED, expect
 from fastspec.kernels.attention.reference import Span
 
 
@@ -68,20 +69,11 @@ def attention_layout(
     first position that a query sees is not read. With a `ring`, which only a span can have, slot p stands in slot p %
     ring of the cache. Raises ValueError for what it does not accept.
     """
-    if prefix.ndim != 1 or prefix.dtype != torch.int64:
-        raise ValueError(f"prefix is {prefix.dtype} of shape {tuple(prefix.shape)}; it must be int64 of shape [B]")
+    expect("attention_layout", ("B",), torch.int64, prefix=prefix)
     if words is not None:
-        if words.dtype != torch.int64 or words.ndim != 3 or words.shape[:2] != (prefix.shape[0], nodes):
-            raise ValueError(
-                f"words are {words.dtype} of shape {tuple(words.shape)}; they must be int64 [{prefix.shape[0]}, "
-                f"{nodes}, W]"
-            )
+        expect("attention_layout", (len(prefix), nodes, "W"), torch.int64, PACKED, words=words)
         if words.shape[2] * 64 < tail:
             raise ValueError(f"{words.shape[2]} words of 64 bits do not cover a tail of {tail} slots")
-        if words.shape[2] > 1 and words.stride(2) != 1:
-            raise ValueError(
-                f"words have strides {words.stride()}; the last dimension must be contiguous: words.contiguous()"
-            )
     if span is None:
         if ring is not None:
             raise ValueError(f"a ring of {ring} slots holds the end of a text, and without a span all of it is seen")
@@ -98,13 +90,5 @@ def _check_span(prefix: Tensor, nodes: int, tail: int, span: Span, depths: Tenso
         raise ValueError(f"the span is of {span.size} positions; it must be of at least 1")
     if nodes != tail:
         raise ValueError(f"{nodes} nodes have a tail of {tail} slots; with a span the tail's slots are the nodes'")
-    if depths is None:
-        return
-    if depths.dtype != torch.int64 or depths.shape != (prefix.shape[0], nodes):
-        raise ValueError(
-            f"depths are {depths.dtype} of shape {tuple(depths.shape)}; they must be int64 [{prefix.shape[0]}, {nodes}]"
-        )
-    if nodes > 1 and depths.stride(1) != 1:
-        raise ValueError(
-            f"depths have strides {depths.stride()}; the last dimension must be contiguous: depths.contiguous()"
-        )
+    if depths is not None:
+        expect("attention_layout", (len(prefix), nodes), torch.int64, PACKED, depths=depths)

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastspec.kernels.arguments import CONTIGUOUS, PACKED, expect
 from fastspec.kernels.attention import hopper
 from fastspec.kernels.attention.few_queries import MAX_ROWS, few_attention, processors
 from fastspec.kernels.attention.launches import TreeLaunch, tree_launch_for
@@ -300,10 +301,8 @@ def tree_attention(
         )
         launch = launch if found is MISSING else found
     tiles = triton.cdiv(rows, launch.block_m)
-    held, reach = (
-        triton.cdiv(extent, launch.block_n) + 1,
-        layout.reach(extent),
-    )  # the prefix and the tail begin a block each
+    # the prefix and the tail begin a block each
+    held, reach = triton.cdiv(extent, launch.block_n) + 1, layout.reach(extent)
     blocks = triton.cdiv(reach, launch.block_n) + 1
     least = triton.cdiv(reach, MAX_SHARE) if batch > 1 else 1
     expected = min(blocks, held // 2 if batch > 1 and extent < HALF_FULL else held)
@@ -313,9 +312,8 @@ def tree_attention(
         tree = None if chain else layout.words
         hopper.launch(q, k, v, out, part, lse, layout.prefix, tree, layout.tail, extent, splits, scale * LOG2E)
     else:
-        tile = (
-            launch.block_m * block_d * q.element_size()
-        )  # the queries, and the weights of a block on their way to the second product
+        # the queries, and the weights of a block on their way to the second product
+        tile = launch.block_m * block_d * q.element_size()
         stages = stages_within(launch.stages, 2 * launch.block_n * block_d * k.element_size(), q.device, fixed=2 * tile)
         arguments, constants = launch_arguments(q, k, v, out, part, lse, layout, extent, splits, scale, sinks, cap)
         _attention_kernel[(tiles, splits, pairs)](
@@ -348,19 +346,16 @@ def _check(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, scale: float) ->
         )
     if q.shape[3] > 512:
         raise ValueError(f"the head size is {q.shape[3]}; at most 512 is accepted")
-    if q.stride(3) != 1 or k.stride(3) != 1 or v.stride(3) != 1:
-        strides = f"{q.stride(3)}, {k.stride(3)}, {v.stride(3)}"
-        raise ValueError(f"the last dimension of q, k, v must be contiguous; its strides are {strides}")
+    for name, each in (("q", q), ("k", k), ("v", v)):
+        expect("tree_attention", each.shape, None, PACKED, **{name: each})
     if not scale > 0:
         raise ValueError(f"the scale is {scale}; it must be positive")
 
 
 def _check_extras(q: Tensor, sinks: Tensor | None, cap: float | None) -> None:
-    if sinks is not None and (sinks.shape != q.shape[2:3] or sinks.dtype not in DTYPES or not sinks.is_contiguous()):
-        given = f"{sinks.dtype} of shape {tuple(sinks.shape)} and stride {sinks.stride()}"
-        raise ValueError(
-            f"sinks are {given}; they must be contiguous floats [{q.shape[2]}] of one of {', '.join(map(str, DTYPES))}"
-        )
+    if sinks is not None:
+        kind = sinks.dtype if sinks.dtype in DTYPES else q.dtype
+        expect("tree_attention", q.shape[2:3], kind, CONTIGUOUS, sinks=sinks)
     if cap is not None and not 0 < cap < math.inf:
         raise ValueError(f"the cap is {cap}; it must be positive and finite, or None")
 
@@ -372,10 +367,8 @@ def _splits(tiles: int, blocks: int, expected: int, slots: int, least: int, shar
     most = min(MAX_SPLITS, max(1, blocks // share_least))
 
     def cost(splits: int) -> float:
-        waves, share = (
-            triton.cdiv(tiles * splits, slots),
-            max(triton.cdiv(expected, splits), min(share_least, expected)),
-        )
+        waves = triton.cdiv(tiles * splits, slots)
+        share = max(triton.cdiv(expected, splits), min(share_least, expected))
         return float(waves * (share + PARTIAL_COST) + MERGE_COST + splits / 16 if splits > 1 else waves * share)
 
     return min(range(min(least, most), most + 1), key=cost)

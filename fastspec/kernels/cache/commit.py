@@ -15,10 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastspec.kernels.arguments import PACKED, expect, strides
 from fastspec.kernels.launch import dependent, wait_for_previous
 
 BLOCK_ELEMENTS = 4096  # of keys, and as many of values, in the registers of a program
 MAX_SLOTS = 512
+STRIDES = ["s_tokens_b", "s_tokens_n", "s_path_b", "s_path_p", "s_accepted", "s_bonus", "s_active", "s_root"]
 
 
 @triton.jit(
@@ -78,21 +80,13 @@ def kv_block_copy(k_cache: Tensor, v_cache: Tensor, source: Tensor, target: Tens
     strides and dtype whose last dimension is contiguous; source and target are int64 of any strides, P at most 512. A
     slot whose source is its target is neither read nor written.
     """
-    layers, batch, heads, _, size = k_cache.shape
-    if v_cache.shape[:-1] != k_cache.shape[:-1] or v_cache.dtype != k_cache.dtype:
-        raise ValueError(
-            f"k_cache is {k_cache.dtype} {list(k_cache.shape)} and v_cache {v_cache.dtype} {list(v_cache.shape)}; "
-            "they must be alike but "
-            "for the last size"
-        )
-    if source.dim() != 2 or source.shape != target.shape or len(source) != batch or source.shape[1] > MAX_SLOTS:
-        raise ValueError(
-            f"source is {list(source.shape)} and target {list(target.shape)}; both must be [{batch}, P] with P <= "
-            f"{MAX_SLOTS}"
-        )
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.stride(-1) != 1 and cache.shape[-1] > 1:
-            raise ValueError(f"{name} has strides {cache.stride()}: its last dimension must be contiguous")
+    layers, batch, heads, slots, size = k_cache.shape
+    expect("kv_block_copy", k_cache.shape, None, PACKED, k_cache=k_cache)
+    expect("kv_block_copy", (layers, batch, heads, slots, "Dv"), k_cache.dtype, PACKED, v_cache=v_cache)
+    expect("kv_block_copy", (batch, "P"), torch.int64, source=source)
+    expect("kv_block_copy", source.shape, torch.int64, target=target)
+    if source.shape[1] > MAX_SLOTS:
+        raise ValueError(f"kv_block_copy: source is {list(source.shape)}; accepted are {MAX_SLOTS} slots a row at most")
     if k_cache.numel() == 0 or source.numel() == 0:
         return
     slots_block = triton.next_power_of_2(source.shape[1])
@@ -118,7 +112,7 @@ def kv_block_copy(k_cache: Tensor, v_cache: Tensor, source: Tensor, target: Tens
     )
 
 
-@triton.jit(do_not_specialize=["steps", "bound", "s_lengths", "s_path_b", "s_path_p", "s_accepted", "s_active"])
+@triton.jit(do_not_specialize=["steps", "bound", "s_lengths", *STRIDES])
 def _commit_slots_kernel(
     p_lengths,
     p_path,
@@ -151,10 +145,10 @@ def _commit_slots_kernel(
 
 
 def commit_slots(lengths: Tensor, path: Tensor, accepted: Tensor, active: Tensor, bound: int) -> tuple[Tensor, Tensor]:
-    """`reference.commit_slots`: lengths [B], which grow in place, path [B, P], accepted [B] int64, active [B] bool, any
-    strides."""
+    """`reference.commit_slots`: lengths [B], path [B, P], accepted [B] int64, active [B] bool, of any strides."""
     batch, steps = path.shape
-    check_columns("commit_slots", batch, active, lengths=lengths, path=path[:, 0], accepted=accepted)
+    expect("commit_slots", (batch,), torch.int64, lengths=lengths, path=path[:, 0], accepted=accepted)
+    expect("commit_slots", (batch,), torch.bool, active=active)
     source, target = torch.empty(2, batch, steps, dtype=torch.int64, device=path.device)
     if batch > 0:
         _commit_slots_kernel[(batch,)](
@@ -168,8 +162,7 @@ def commit_slots(lengths: Tensor, path: Tensor, accepted: Tensor, active: Tensor
             bound,
             lengths.stride(0),
             *path.stride(),
-            accepted.stride(0),
-            active.stride(0),
+            *strides(1, accepted, active),
             max(2, triton.next_power_of_2(steps)),
             num_warps=1,
             **dependent(path.device),
@@ -177,19 +170,7 @@ def commit_slots(lengths: Tensor, path: Tensor, accepted: Tensor, active: Tensor
     return source, target
 
 
-@triton.jit(
-    do_not_specialize=[
-        "steps",
-        "s_tokens_b",
-        "s_tokens_n",
-        "s_path_b",
-        "s_path_p",
-        "s_accepted",
-        "s_bonus",
-        "s_active",
-        "s_root",
-    ]
-)
+@triton.jit(do_not_specialize=["steps", *STRIDES])
 def _emit_kernel(
     p_tokens,
     p_path,
@@ -234,7 +215,8 @@ def emit(tokens: Tensor, path: Tensor, accepted: Tensor, bonus: Tensor, active: 
     [B, 1 + P]. A bonus below 0 becomes 0 in place."""
     batch, steps = path.shape
     columns = {"tokens": tokens[:, 0], "path": path[:, 0], "accepted": accepted, "bonus": bonus, "root": root}
-    check_columns("emit", batch, active, **columns)
+    expect("emit", (batch,), torch.int64, **columns)
+    expect("emit", (batch,), torch.bool, active=active)
     packed = torch.empty(batch, 1 + steps, dtype=torch.int64, device=path.device)
     if batch > 0:
         _emit_kernel[(batch,)](
@@ -246,24 +228,10 @@ def emit(tokens: Tensor, path: Tensor, accepted: Tensor, bonus: Tensor, active: 
             root,
             packed,
             steps,
-            *tokens.stride(),
-            *path.stride(),
-            accepted.stride(0),
-            bonus.stride(0),
-            active.stride(0),
-            root.stride(0),
+            *strides(2, tokens, path),
+            *strides(1, accepted, bonus, active, root),
             max(2, triton.next_power_of_2(steps)),
             num_warps=1,
             **dependent(path.device),
         )
     return packed
-
-
-def check_columns(op: str, batch: int, active: Tensor | None, **given: Tensor) -> None:
-    """Raise ValueError for a tensor, or the first column of one, that is not [B] int64; active is [B] bool."""
-    flags = () if active is None else (("active", active, torch.bool),)
-    for name, x, dtype in (*flags, *((name, x, torch.int64) for name, x in given.items())):
-        if x.shape != (batch,) or x.dtype != dtype:
-            raise ValueError(
-                f"{op}: {name} has rows {list(x.shape)} of {x.dtype}; accepted is {dtype} with rows [{batch}]"
-            )

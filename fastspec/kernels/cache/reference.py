@@ -1,8 +1,5 @@
 """The cache's moves, and what a round commits and emits, in plain torch: the specification of the kernels beside it.
-
-Letters: B rows (sequences), N nodes of a row's tree, P of its longest path, Hq query heads, Hkv key heads, D head size,
-C cache slots, W 64-bit words, V tokens, H width. Whole numbers are int64. Lengths are tensors on the device, and no op
-waits for the host.
+Letters are those of `fastspec.kernels`.
 """
 
 from __future__ import annotations
@@ -12,8 +9,7 @@ from torch import Tensor
 
 
 def cache_write(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Write k, v [B, N, Hkv, D] into one layer's cache [B, Hkv, C, D] at slots [B, N] int64; keys and values may differ
-    in D."""
+    """Write k, v [B, N, Hkv, D] into a layer's cache [B, Hkv, C, D] at slots [B, N]; they may differ in D."""
     row = torch.arange(k.shape[0], device=k.device)[:, None]
     k_cache[row, :, slots] = k.to(k_cache.dtype)  # under autocast they come in another
     v_cache[row, :, slots] = v.to(v_cache.dtype)

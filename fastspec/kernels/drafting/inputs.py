@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastspec.kernels.arguments import CONTIGUOUS, PACKED, expect, strides
 from fastspec.kernels.launch import dependent, wait_for_previous
 from fastspec.kernels.layer.norms import MAX_SIZE, norm_row, row_warps
 
@@ -62,23 +63,17 @@ def tree_input(
     contiguous last dimension -> positions, slots [B, N] and embeddings [B, N, H] or None. Tokens must be below V: the
     kernel does not look."""
     batch, nodes = tokens.shape
-    for name, x, shape in (
-        ("tokens", tokens, (batch, nodes)),
-        ("depths", depths, (batch, nodes)),
-        ("lengths", lengths, (batch,)),
-    ):
-        if x.shape != shape or x.dtype != torch.int64:
-            raise ValueError(f"tree_input: {name} is {list(x.shape)} {x.dtype}; accepted is {list(shape)} int64")
-    if table is not None and (table.dim() != 2 or table.stride(1) != 1):
-        raise ValueError(
-            f"tree_input: table is {list(table.shape)}, strides {table.stride()}; accepted is [V, H], rows contiguous"
-        )
+    expect("tree_input", (batch, nodes), torch.int64, tokens=tokens, depths=depths)
+    expect("tree_input", (batch,), torch.int64, lengths=lengths)
+    if table is not None:
+        expect("tree_input", ("V", "H"), None, PACKED, table=table)
     positions, slots = torch.empty(2, batch, nodes, dtype=torch.int64, device=tokens.device)
     size, stride = (0, 0) if table is None else (table.shape[1], table.stride(0))
     out = None if table is None else table.new_empty(batch, nodes, size)
     if tokens.numel() > 0:
         block = max(16, min(NODE_BLOCK, triton.next_power_of_2(size)))
-        _tree_input_kernel[(max(1, triton.cdiv(size, block)), nodes, batch)](
+        grid = max(1, triton.cdiv(size, block)), nodes, batch
+        _tree_input_kernel[grid](
             tokens,
             depths,
             lengths,
@@ -89,8 +84,7 @@ def tree_input(
             nodes,
             last,
             size,
-            *tokens.stride(),
-            *depths.stride(),
+            *strides(2, tokens, depths),
             lengths.stride(0),
             stride,
             table is not None,
@@ -144,32 +138,27 @@ def next_frontier(
     tokens: Tensor, index: Tensor, hidden: Tensor, words: Tensor, slot: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`reference.next_frontier`; all tensors contiguous (ValueError otherwise)."""
-    for name, tensor in (("tokens", tokens), ("index", index), ("hidden", hidden), ("words", words)):
-        if not tensor.is_contiguous():
-            raise ValueError(f"next_frontier: {name} has strides {tensor.stride()}; pass {name}.contiguous()")
+    expect("next_frontier", tokens.shape, torch.int64, CONTIGUOUS, tokens=tokens)
+    expect("next_frontier", index.shape, torch.int64, CONTIGUOUS, index=index)
+    expect("next_frontier", words.shape, torch.int64, CONTIGUOUS, words=words)
+    expect("next_frontier", hidden.shape, None, CONTIGUOUS, hidden=hidden)
     (rows, nodes, size), chosen, width = hidden.shape, index.shape[1], words.shape[2]
-    out_tokens = tokens.new_empty(rows, chosen)
-    out_hidden, out_words = hidden.new_empty(rows, chosen, size), words.new_empty(rows, chosen, width)
+    found = tokens.new_empty(rows, chosen), hidden.new_empty(rows, chosen, size), words.new_empty(rows, chosen, width)
+    sizes = nodes, tokens.shape[1] // nodes, chosen, size, width
     _next_frontier_kernel[(rows, chosen)](
         tokens,
         index,
         hidden,
         words,
-        out_tokens,
-        out_hidden,
-        out_words,
-        nodes,
-        tokens.shape[1] // nodes,
-        chosen,
-        size,
-        width,
+        *found,
+        *sizes,
         slot,
         BH=min(4096, triton.next_power_of_2(size)),
         BW=triton.next_power_of_2(width),
         num_warps=4,
         **dependent(tokens.device),
     )
-    return out_tokens, out_hidden, out_words
+    return found
 
 
 @triton.jit(do_not_specialize=["fed", "nodes", "children", "words", "slot", "stride_tokens", "stride_index"])
@@ -198,8 +187,7 @@ def _head_input_kernel(
     CHOOSE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One half of a node's input: from its token, or from its state. With CHOOSE the nodes are children that p_index
-    names."""
+    """One half of a node's input: from its token, or its state. With CHOOSE nodes are children that p_index names."""
     place, row, half = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     o_h = tl.arange(0, BLOCK)
     m_h = o_h < SIZE
@@ -238,9 +226,8 @@ def head_input(
     table [V, H], token_norm and hidden_norm [H] have hidden's dtype (fp32, fp16 or bf16), and H is at most 32768. All
     are contiguous, but the rows of tokens may lie any distance apart.
     """
-    _check(tokens, hidden, table, token_norm, hidden_norm)
-    if tokens.shape != hidden.shape[:2]:
-        raise ValueError(f"tokens are {list(tokens.shape)}; [B, K] is accepted for hidden {list(hidden.shape)}")
+    expect("head_input", hidden.shape[:2], torch.int64, PACKED, tokens=tokens)
+    _check("head_input", hidden, table, token_norm, hidden_norm)
     return _launch(tokens, None, hidden, None, 0, table, token_norm, hidden_norm, eps)[0]
 
 
@@ -260,25 +247,19 @@ def frontier_input(
 
     As in `head_input`; words are contiguous too, and the rows of index may lie any distance apart.
     """
-    _check(tokens, hidden, table, token_norm, hidden_norm, index=index[:1], words=words)
+    expect("frontier_input", ("B", "N"), torch.int64, PACKED, tokens=tokens, index=index)
+    expect("frontier_input", words.shape, torch.int64, CONTIGUOUS, words=words)
+    _check("frontier_input", hidden, table, token_norm, hidden_norm)
     return _launch(tokens, index, hidden, words, slot, table, token_norm, hidden_norm, eps)
 
 
-def _check(
-    tokens: Tensor, hidden: Tensor, table: Tensor, token_norm: Tensor, hidden_norm: Tensor, **more: Tensor
-) -> None:
+def _check(op: str, hidden: Tensor, table: Tensor, token_norm: Tensor, hidden_norm: Tensor) -> None:
     size = hidden.shape[-1]
     if not 0 < size <= MAX_SIZE:
-        raise ValueError(f"hidden has rows of {size}; 1 to {MAX_SIZE} are accepted")
-    weights = {"table": table, "token_norm": token_norm, "hidden_norm": hidden_norm}
-    for name, weight in weights.items():
-        before = ["V"] if name == "table" else []
-        if weight.dim() != len(before) + 1 or weight.shape[-1] != size or weight.dtype != hidden.dtype:
-            shape = ", ".join((*before, str(size)))
-            raise ValueError(f"{name} is {list(weight.shape)} {weight.dtype}; [{shape}] {hidden.dtype} is accepted")
-    for name, tensor in {"tokens": tokens[:1], "hidden": hidden, **weights, **more}.items():
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} has strides {tensor.stride()}; pass {name}.contiguous()")
+        raise ValueError(f"{op}: hidden has rows of {size}; 1 to {MAX_SIZE} are accepted")
+    expect(op, hidden.shape, hidden.dtype, CONTIGUOUS, hidden=hidden)
+    expect(op, ("V", size), hidden.dtype, CONTIGUOUS, table=table)
+    expect(op, (size,), hidden.dtype, CONTIGUOUS, token_norm=token_norm, hidden_norm=hidden_norm)
 
 
 def _launch(
@@ -293,31 +274,19 @@ def _launch(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     (rows, nodes, size), choose = hidden.shape, index is not None
-    index, words = (
-        tokens if index is None else index,
-        tokens[:, :, None] if words is None else words,
-    )  # not read where None
+    if index is None or words is None:  # not read
+        index, words = tokens, tokens[:, :, None]
     fed, width, block = index.shape[1], words.shape[2], max(16, triton.next_power_of_2(size))
-    x = hidden.new_empty(rows, fed, 2 * size)
-    out_hidden, out_words = (
-        (hidden.new_empty(rows, fed, size), words.new_empty(rows, fed, width)) if choose else (hidden, words)
-    )
+    x, out_hidden, out_words = hidden.new_empty(rows, fed, 2 * size), hidden, words
+    if choose:
+        out_hidden, out_words = hidden.new_empty(rows, fed, size), words.new_empty(rows, fed, width)
     if x.numel() > 0:
+        read, written = (tokens, index, hidden, words, table, token_norm, hidden_norm), (x, out_hidden, out_words)
+        sizes = fed, nodes, tokens.shape[1] // nodes, width
         _head_input_kernel[(fed, rows, 2)](
-            tokens,
-            index,
-            hidden,
-            words,
-            table,
-            token_norm,
-            hidden_norm,
-            x,
-            out_hidden,
-            out_words,
-            fed,
-            nodes,
-            tokens.shape[1] // nodes,
-            width,
+            *read,
+            *written,
+            *sizes,
             slot,
             tokens.stride(0),
             index.stride(0),

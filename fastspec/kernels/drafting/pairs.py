@@ -12,26 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec.kernels.cache.commit import check_columns
-from fastspec.kernels.drafting.topk_expand import packed
+from fastspec.kernels.arguments import CONTIGUOUS, PACKED, expect, strides
 from fastspec.kernels.launch import dependent, wait_for_previous
 
 PAIR_BLOCK = 2048  # channels that a program copies
+STRIDES = ["s_path_b", "s_path_p", "s_accepted", "s_bonus", "s_active", "s_root", "s_lengths", "s_counts"]
 
 
-@triton.jit(
-    do_not_specialize=[
-        "steps",
-        "s_path_b",
-        "s_path_p",
-        "s_accepted",
-        "s_bonus",
-        "s_active",
-        "s_root",
-        "s_lengths",
-        "s_counts",
-    ]
-)
+@triton.jit(do_not_specialize=["steps", *STRIDES])
 def _path_pairs_kernel(
     p_features,
     p_path,
@@ -58,8 +46,7 @@ def _path_pairs_kernel(
     BF: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A part of one node's features; the first part of a node writes its slot, the first of a row what there is
-    once."""
+    """A part of one node's features; a node's first part writes its slot, a row's first what there is once."""
     wait_for_previous(PDL)
     part, place, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     node = tl.load(p_path + row * s_path_b + place * s_path_p)
@@ -92,45 +79,22 @@ def path_pairs(
     """
     (batch, steps), size = path.shape, features.shape[2]
     taken, counts = (features.new_empty(batch, steps, size), path.new_empty(batch)) if out is None else out
-    given = {"accepted": accepted, "bonus": bonus, "root": root, "lengths": lengths, "counts": counts}
-    check_columns("path_pairs", batch, active, path=path[:, 0], **given)
-    if len(features) != batch or not packed(features):
-        raise ValueError(
-            f"path_pairs: features are {list(features.shape)}, strides {features.stride()}; accepted is [{batch}, N, "
-            "F] with a contiguous "
-            "last dimension"
-        )
-    if taken.shape != (batch, steps, size) or not taken.is_contiguous():
-        raise ValueError(
-            f"path_pairs: out is {list(taken.shape)}, strides {taken.stride()}; accepted is {[batch, steps, size]} "
-            "contiguous"
-        )
+    columns = {"accepted": accepted, "bonus": bonus, "root": root, "lengths": lengths, "counts": counts}
+    expect("path_pairs", (batch,), torch.int64, path=path[:, 0], **columns)
+    expect("path_pairs", (batch,), torch.bool, active=active)
+    expect("path_pairs", (batch, "N", size), None, PACKED, features=features)
+    expect("path_pairs", (batch, steps, size), None, CONTIGUOUS, out=taken)
     slots = torch.empty(batch, steps, dtype=torch.int64, device=path.device)
     if batch > 0:
+        read = features, path, accepted, bonus, active.view(torch.uint8), root, lengths
+        apart = *strides(2, features, path), *strides(1, accepted, bonus, active, root, lengths, counts)
         _path_pairs_kernel[(max(1, triton.cdiv(size, PAIR_BLOCK)), steps, batch)](
-            features,
-            path,
-            accepted,
-            bonus,
-            active.view(torch.uint8),
-            root,
-            lengths,
-            taken,
-            counts,
-            slots,
-            steps,
-            size,
-            *features.stride()[:2],
-            *path.stride(),
-            *(x.stride(0) for x in (accepted, bonus, active, root, lengths, counts)),
-            PAIR_BLOCK,
-            num_warps=4,
-            **dependent(path.device),
+            *read, taken, counts, slots, steps, size, *apart, PAIR_BLOCK, num_warps=4, **dependent(path.device)
         )
     return taken, counts, slots
 
 
-@triton.jit(do_not_specialize=["bound", "s_counts", "s_lengths"])
+@triton.jit(do_not_specialize=["bound", *STRIDES])
 def _keep_last_kernel(
     p_hidden,
     p_readout,
@@ -181,35 +145,22 @@ def keep_last(
     """`reference.keep_last`: hidden, readout [B, T, H] with a contiguous last dimension, counts, lengths [B] int64 of
     any strides, and what is kept, last_hidden and last_readout [B, H], contiguous."""
     batch, _, size = hidden.shape
-    check_columns("keep_last", batch, None, counts=counts, lengths=lengths)
-    if readout.shape != hidden.shape or not packed(hidden) or not packed(readout):
-        raise ValueError(
-            f"keep_last: hidden is {list(hidden.shape)}, strides {hidden.stride()}, and readout "
-            f"{list(readout.shape)}, strides "
-            f"{readout.stride()}; accepted is [B, T, H] twice, with a contiguous last dimension"
-        )
-    for name, x in (("last_hidden", last_hidden), ("last_readout", last_readout)):
-        if x.shape != (batch, size) or not x.is_contiguous():
-            raise ValueError(
-                f"keep_last: {name} is {list(x.shape)}, strides {x.stride()}; accepted is [{batch}, {size}] contiguous"
-            )
+    expect("keep_last", (batch,), torch.int64, counts=counts, lengths=lengths)
+    expect("keep_last", hidden.shape, None, PACKED, hidden=hidden, readout=readout)
+    expect("keep_last", (batch, size), None, CONTIGUOUS, last_hidden=last_hidden, last_readout=last_readout)
     if batch == 0:
         return
+    kept = last_hidden, last_readout
     _keep_last_kernel[(max(1, triton.cdiv(size, PAIR_BLOCK)), 2, batch)](
         hidden,
         readout,
         counts,
-        last_hidden,
-        last_readout,
+        *kept,
         lengths,
         bound,
         size,
-        *hidden.stride()[:2],
-        *readout.stride()[:2],
-        last_hidden.stride(0),
-        last_readout.stride(0),
-        counts.stride(0),
-        lengths.stride(0),
+        *strides(2, hidden, readout),
+        *strides(1, *kept, counts, lengths),
         PAIR_BLOCK,
         num_warps=4,
         **dependent(hidden.device),
@@ -219,7 +170,7 @@ def keep_last(
 ROOT_BLOCK = 8192  # channels that a program copies at a time
 
 
-@triton.jit(do_not_specialize=["capacity", "s_bonus", "s_active", "s_counts"])
+@triton.jit(do_not_specialize=["capacity", *STRIDES])
 def _keep_pair_kernel(
     p_features,
     p_bonus,
@@ -258,30 +209,14 @@ def keep_pair(features: Tensor, bonus: Tensor, active: Tensor, counts: Tensor, h
     [B] bool, of any strides, and what is kept, held [B, C, F] of any floating dtype and tokens [B, C] int64,
     contiguous."""
     (batch, _, size), capacity = features.shape, tokens.shape[1]
-    check_columns("keep_pair", batch, active, bonus=bonus, counts=counts, tokens=tokens[:, 0])
-    if not packed(features):
-        raise ValueError(
-            f"keep_pair: features are {list(features.shape)}, strides {features.stride()}; accepted is [{batch}, N, F] "
-            "with a contiguous last dimension"
-        )
-    if held.shape != (batch, capacity, size) or not held.is_contiguous() or not tokens.is_contiguous():
-        raise ValueError(
-            f"keep_pair: held is {list(held.shape)}, strides {held.stride()}, and tokens {list(tokens.shape)}, strides "
-            f"{tokens.stride()}; accepted is {[batch, capacity, size]} and {[batch, capacity]}, contiguous"
-        )
+    expect("keep_pair", (batch,), torch.int64, bonus=bonus, counts=counts)
+    expect("keep_pair", (batch,), torch.bool, active=active)
+    expect("keep_pair", features.shape, None, PACKED, features=features)
+    expect("keep_pair", (batch, capacity, size), None, CONTIGUOUS, held=held)
+    expect("keep_pair", (batch, capacity), torch.int64, CONTIGUOUS, tokens=tokens)
     if batch > 0:
+        read, written = (features, bonus, active.view(torch.uint8)), (counts, held, tokens)
+        apart = strides(1, features, bonus, active, counts)
         _keep_pair_kernel[(batch,)](
-            features,
-            bonus,
-            active.view(torch.uint8),
-            counts,
-            held,
-            tokens,
-            capacity,
-            size,
-            features.stride(0),
-            *(x.stride(0) for x in (bonus, active, counts)),
-            ROOT_BLOCK,
-            num_warps=8,
-            **dependent(tokens.device),
+            *read, *written, capacity, size, *apart, ROOT_BLOCK, num_warps=8, **dependent(tokens.device)
         )

@@ -1,8 +1,5 @@
 """The steps of the draft phase in plain torch: what the kernels beside it compute, and their specification.
-
-Letters: B rows (sequences), N nodes of a row's tree, P of its longest path, Hq query heads, Hkv key heads, D head size,
-C cache slots, W 64-bit words, V tokens, H width. Whole numbers are int64. Lengths are tensors on the device, and no op
-waits for the host.
+Letters are those of `fastspec.kernels`.
 """
 
 from __future__ import annotations
@@ -214,8 +211,7 @@ def keep_last(
 
 def keep_pair(features: Tensor, bonus: Tensor, active: Tensor, counts: Tensor, held: Tensor, tokens: Tensor) -> None:
     """Keep the pair of a round without drafts: in rows that are active [B] bool and have kept fewer than C, the root's
-    features [B, N, F] go to held [B, C, F], and the token bonus [B] to tokens [B, C], at place counts [B], which
-    grows."""
+    features [B, N, F] go to held [B, C, F], the token bonus [B] to tokens [B, C], at place counts [B], which grows."""
     takes = active & (counts < tokens.shape[1])
     at = torch.arange(len(counts), device=counts.device), counts.clamp(max=tokens.shape[1] - 1)
     held[at] = torch.where(takes[:, None], features[:, 0].to(held.dtype), held[at])

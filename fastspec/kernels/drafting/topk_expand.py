@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fastspec.kernels.arguments import CONTIGUOUS, PACKED, expect
 from fastspec.kernels.drafting.reference import Candidates
 from fastspec.kernels.launch import dependent, has_descriptors, prefetch, prefetched, stages_within, wait_for_previous
 
@@ -68,8 +69,7 @@ def tile_mass(b_x, axis: tl.constexpr):
 
 @triton.jit
 def log_total(b_peak, b_mass):
-    """The logarithm of the sum of tiles' masses [T], each relative to the tile's peak [T]; a mass of 0 counts for
-    nothing."""
+    """Logarithm of the sum of tiles' masses [T], each relative to its peak [T]; a mass of 0 counts for nothing."""
     top = tl.max(b_peak, 0)
     base = tl.where(top == float("-inf"), 0.0, top)
     # The mass goes into the exponent: a sum of products is fused in another order by each thread, and equal logits
@@ -81,8 +81,7 @@ def log_total(b_peak, b_mass):
 
 @triton.jit
 def _leave_best(b_x, o_v, o_r, vocab, rows, tile, tiles, nodes, p_keys, p_peak, p_mass, p_arrived, count: tl.constexpr):
-    """Store the `count` best keys of logits b_x [BV, BR], their maximum and mass, for nodes o_r and ids o_v of one
-    tile."""
+    """Store the `count` best keys, maximum and mass of logits b_x [BV, BR], for nodes o_r and ids o_v of a tile."""
     m_r = o_r < rows
     m_v = (o_v < vocab)[:, None]
     b_x = tl.where(m_v, b_x, float("-inf"))
@@ -257,11 +256,6 @@ def _merge_kernel(
             tl.store(p_parents + row * s_parents + o_below, b_above, mask=m_c[:, None] & m_c[None, :])
 
 
-def packed(x: Tensor) -> bool:
-    """True where the last dimension is contiguous."""
-    return x.shape[-1] <= 1 or x.stride(-1) == 1
-
-
 def launch_of(rows: int, vocab: int, hidden: int, half: bool) -> tuple[int, int, int, int, int]:
     """(nodes, tile of the vocabulary, step over H, stages, warps) of the product."""
     block = 16 if rows <= MANY_NODES else 32
@@ -291,9 +285,8 @@ def topk_expand(
     """
     batch, nodes, size = hidden.shape
     vocab, rows = size if weight is None else weight.shape[0], batch * nodes
-    _check(hidden, weight, scores, count, d2t, vocab)
-    device = hidden.device
-    half = hidden.dtype != torch.float32
+    _check(hidden, weight, scores, count, d2t, vocab, out)
+    device, half = hidden.device, hidden.dtype != torch.float32
     block, tile, step, stages, warps = LOGITS if weight is None else launch_of(rows, vocab, size, half)
     tiles = triton.cdiv(vocab, tile)
     keys = torch.empty(rows, count, tiles, dtype=torch.int64, device=device)
@@ -306,64 +299,41 @@ def topk_expand(
             torch.empty(grown, dtype=torch.float32, device=device), torch.empty(grown, dtype=torch.int64, device=device)
         )
     children, tokens, parents = out.scores, out.tokens, out.parents
-    _check_out(out, batch, nodes, count)
-    grid, pdl = (triton.cdiv(rows, block), tiles), dependent(device)
+    grid, pdl, tops = (triton.cdiv(rows, block), tiles), dependent(device), (keys, peak, mass, arrived)
     strides = (hidden.stride(0), hidden.stride(1))
     if weight is None:
-        _logits_kernel[grid](
-            hidden, keys, peak, mass, arrived, rows, nodes, vocab, tiles, *strides, count, tile, num_warps=warps, **pdl
-        )
+        _logits_kernel[grid](hidden, *tops, rows, nodes, vocab, tiles, *strides, count, tile, num_warps=warps, **pdl)
     else:
-        lined_up = (
-            weight.data_ptr() | weight.stride(0) * weight.element_size()
-        ) % 16 == 0  # what a tensor descriptor asks for
+        # what a tensor descriptor asks for
+        lined_up = (weight.data_ptr() | weight.stride(0) * weight.element_size()) % 16 == 0
         tma = half and size % step == 0 and lined_up and has_descriptors(device)
-        stages = stages_within(stages, (tile + block) * step * weight.element_size(), device)
+        read = hidden, weight, TensorDescriptor.from_tensor(weight, [tile, step]) if tma else None
+        sizes, tile_sizes = (rows, nodes, vocab, size, tiles), (count, block, tile, step)
+        switches = size % step == 0, tma, prefetched(weight, PREFETCH)
         _product_kernel[grid](
-            hidden,
-            weight,
-            TensorDescriptor.from_tensor(weight, [tile, step]) if tma else None,
-            keys,
-            peak,
-            mass,
-            arrived,
-            rows,
-            nodes,
-            vocab,
-            size,
-            tiles,
+            *read,
+            *tops,
+            *sizes,
             *strides,
             weight.stride(0),
-            count,
-            block,
-            tile,
-            step,
-            size % step == 0,
-            tma,
-            prefetched(weight, PREFETCH),
+            *tile_sizes,
+            *switches,
             num_warps=warps,
-            num_stages=stages,
+            num_stages=stages_within(stages, (tile + block) * step * weight.element_size(), device),
             **pdl,
         )
+    found = children, tokens, parents, best, index
+    apart = children.stride(0), tokens.stride(0), 0 if parents is None else parents.stride(0)
     _merge_kernel[(rows,)](
-        keys,
-        peak,
-        mass,
-        arrived,
+        *tops,
         scores,
         d2t,
-        children,
-        tokens,
-        parents,
-        best,
-        index,
+        *found,
         nodes,
         tiles,
         out.first,
         *scores.stride(),
-        children.stride(0),
-        tokens.stride(0),
-        0 if parents is None else parents.stride(0),
+        *apart,
         count,
         tile,
         triton.next_power_of_2(tiles),
@@ -375,42 +345,26 @@ def topk_expand(
     return children, tokens, best, index
 
 
-def _check_out(out: Candidates, batch: int, nodes: int, count: int) -> None:
-    below = [] if out.parents is None else [("parents", out.parents, count, torch.int64)]
-    for name, x, each, dtype in (
-        ("scores", out.scores, nodes, torch.float32),
-        ("tokens", out.tokens, nodes, torch.int64),
-        *below,
-    ):
-        if x.shape != (batch, each * count) or x.dtype != dtype or not packed(x):
-            raise ValueError(
-                f"topk_expand: out.{name} is {list(x.shape)} {x.dtype}, strides {x.stride()}; accepted is "
-                f"{[batch, each * count]} {dtype} "
-                "with a contiguous last dimension"
-            )
-
-
-def _check(hidden: Tensor, weight: Tensor | None, scores: Tensor, count: int, d2t: Tensor, vocab: int) -> None:
+def _check(
+    hidden: Tensor, weight: Tensor | None, scores: Tensor, count: int, d2t: Tensor, vocab: int, out: Candidates | None
+) -> None:
+    batch, nodes, size = hidden.shape
     if hidden.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"topk_expand: hidden is {hidden.dtype}; accepted are float32, float16 and bfloat16")
-    if not packed(hidden) or (weight is not None and not packed(weight)):
-        raise ValueError("topk_expand: the last dimension of hidden and weight must be contiguous; pass x.contiguous()")
-    if weight is not None and (weight.dtype != hidden.dtype or weight.shape[1] != hidden.shape[2]):
+    expect("topk_expand", hidden.shape, None, PACKED, hidden=hidden)
+    if weight is not None:
+        expect("topk_expand", ("V", size), hidden.dtype, PACKED, weight=weight)
+    expect("topk_expand", (batch, nodes), torch.float32, scores=scores)
+    if not 1 <= count <= min(MAX_COUNT, vocab) or nodes * count > MAX_CHILDREN:
         raise ValueError(
-            f"topk_expand: weight {list(weight.shape)} {weight.dtype} does not fit hidden {list(hidden.shape)} "
-            f"{hidden.dtype}; "
-            "accepted is [V, H] of hidden's dtype"
+            f"topk_expand: count={count} of {vocab} ids for {nodes} nodes; accepted are 1 to {MAX_COUNT}, no more than "
+            f"there are ids, and {MAX_CHILDREN} children in all"
         )
-    if scores.shape != hidden.shape[:2] or scores.dtype != torch.float32:
-        raise ValueError(
-            f"topk_expand: scores are {list(scores.shape)} {scores.dtype}; accepted are {list(hidden.shape[:2])} "
-            "float32"
-        )
-    if not 1 <= count <= min(MAX_COUNT, vocab) or hidden.shape[1] * count > MAX_CHILDREN:
-        raise ValueError(
-            f"topk_expand: count={count} of {vocab} ids for {hidden.shape[1]} nodes; accepted are 1 to {MAX_COUNT}, "
-            "no more than there are "
-            f"ids, and {MAX_CHILDREN} children in all"
-        )
-    if d2t.shape != (vocab,) or d2t.dtype != torch.int64 or not packed(d2t):
-        raise ValueError(f"topk_expand: d2t is {list(d2t.shape)} {d2t.dtype}; accepted is a contiguous [{vocab}] int64")
+    expect("topk_expand", (vocab,), torch.int64, CONTIGUOUS, d2t=d2t)
+    if out is None:
+        return
+    grown = batch, nodes * count
+    expect("topk_expand", grown, torch.float32, PACKED, **{"out.scores": out.scores})
+    expect("topk_expand", grown, torch.int64, PACKED, **{"out.tokens": out.tokens})
+    if out.parents is not None:
+        expect("topk_expand", (batch, count * count), torch.int64, PACKED, **{"out.parents": out.parents})

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec.kernels.drafting.topk_expand import order_bits, packed
+from fastspec.kernels.arguments import CONTIGUOUS, PACKED, expect, strides
+from fastspec.kernels.drafting.topk_expand import order_bits
 from fastspec.kernels.launch import dependent, wait_for_previous
 
 MAX_CANDIDATES, MAX_NODES = 16384, 256  # what fits in registers
@@ -56,9 +57,8 @@ def _tree_build_kernel(
     b_order = tl.where(m_m, order_bits(b_score).to(tl.int64), -(2**40))  # padding is below every limit
     limit = tl.full([], -(2**31), tl.int64)
     step = tl.full([], 2**30, tl.int64)
-    for _ in range(
-        16
-    ):  # two bits a time: the highest limit that at least `keep` candidates reach; three counts in one sum
+    # two bits a time: the highest limit that at least `keep` candidates reach; three counts in one sum
+    for _ in range(16):
         b_hits = (b_order >= limit + step).to(tl.int64)
         b_hits += (b_order >= limit + 2 * step).to(tl.int64) << 16
         b_hits += (b_order >= limit + 3 * step).to(tl.int64) << 32
@@ -110,51 +110,35 @@ def tree_build(
     """
     batch, count = scores.shape
     nodes = int(nodes)
-    if any(x.shape != scores.shape for x in (tokens, parents)) or depths.shape != (count,) or root.shape != (batch,):
-        shapes = [list(x.shape) for x in (scores, tokens, parents, depths, root)]
-        raise ValueError(f"tree_build: shapes {shapes}; accepted are [B, M] three times, [M] and [B]")
-    if scores.dtype != torch.float32 or any(x.dtype != torch.int64 for x in (tokens, parents, depths, root)):
-        raise ValueError("tree_build: accepted are scores in float32, and tokens, parents, depths and root in int64")
-    if not all(map(packed, (scores, tokens, parents, depths))):
-        raise ValueError(
-            "tree_build: the last dimension of scores, tokens, parents and depths must be contiguous; pass "
-            "x.contiguous()"
-        )
+    expect("tree_build", scores.shape, torch.float32, PACKED, scores=scores)
+    expect("tree_build", scores.shape, torch.int64, PACKED, tokens=tokens, parents=parents)
+    expect("tree_build", (count,), torch.int64, CONTIGUOUS, depths=depths)
+    expect("tree_build", (batch,), torch.int64, root=root)
     if not 1 <= nodes <= min(count + 1, MAX_NODES) or count > MAX_CANDIDATES:
         raise ValueError(
             f"tree_build: nodes={nodes} of {count} candidates; accepted are at most {MAX_CANDIDATES} candidates, and "
-            f"1 to {MAX_NODES} "
-            "nodes, at most one more than candidates"
+            f"1 to {MAX_NODES} nodes, at most one more than candidates"
         )
     width = triton.cdiv(nodes, 64)
     tree_tokens, tree_parents, tree_depths = torch.empty(3, batch, nodes, dtype=torch.int64, device=scores.device)
     words = torch.empty(batch, nodes, width, dtype=torch.int64, device=scores.device)
-    padded = max(64, triton.next_power_of_2(count))
+    grown, tree = (scores, tokens, parents, depths, root), (tree_tokens, tree_parents, tree_depths, words)
+    padded, doublings = max(64, triton.next_power_of_2(count)), max(1, (nodes - 1).bit_length())
     _tree_build_kernel[(batch,)](
-        scores,
-        tokens,
-        parents,
-        depths,
-        root,
-        tree_tokens,
-        tree_parents,
-        tree_depths,
-        words,
+        *grown,
+        *tree,
         count,
         nodes,
         width,
-        max(1, (nodes - 1).bit_length()),
-        scores.stride(0),
-        tokens.stride(0),
-        parents.stride(0),
-        root.stride(0),
+        doublings,
+        *strides(1, scores, tokens, parents, root),
         padded,
         max(16, triton.next_power_of_2(nodes)),
         triton.next_power_of_2(width),
         num_warps=warps_of(padded),
         **dependent(scores.device),
     )
-    return tree_tokens, tree_parents, tree_depths, words
+    return tree
 
 
 def warps_of(padded: int) -> int:

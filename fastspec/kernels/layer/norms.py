@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastspec.kernels.arguments import CONTIGUOUS, PACKED, expect, strides
 from fastspec.kernels.launch import dependent, wait_for_previous
 from fastspec.kernels.linear.reference import Parts
 
@@ -104,8 +105,7 @@ def rows_of(x: Tensor, name: str) -> Tensor:
     except RuntimeError:
         raise ValueError(
             f"{name} {list(x.shape)} has strides {x.stride()}: its rows must lie a fixed distance apart, as in a "
-            "contiguous tensor or a"
-            f" slice of its last dimension; pass {name}.contiguous()"
+            f"contiguous tensor or a slice of its last dimension; pass {name}.contiguous()"
         ) from None
 
 
@@ -130,17 +130,11 @@ def rms_norm(
     values, parts = (x.values, len(x.values)) if isinstance(x, Parts) else (x, 0)
     if not 0 < size <= MAX_SIZE:
         raise ValueError(f"x has rows of {size}; 1 to {MAX_SIZE} are accepted")
-    if weight.shape != (size,) or not weight.is_contiguous():
-        raise ValueError(
-            f"weight is {list(weight.shape)} with strides {weight.stride()}; [{size}] contiguous is accepted"
-        )
     normed = values.new_empty(x.shape, dtype=x.dtype) if out is None else out
+    expect("rms_norm", (size,), x.dtype, CONTIGUOUS, weight=weight)
     for name, other in (("residual", residual), ("out", normed), ("total", total)):
-        if other is not None and other.shape != x.shape:
-            raise ValueError(f"{name} is {list(other.shape)}; it must have the shape of x, {list(x.shape)}")
-    for name, other in (("weight", weight), ("residual", residual), ("out", normed), ("total", total)):
-        if other is not None and other.dtype != x.dtype:
-            raise ValueError(f"{name} is {other.dtype}; it must have the dtype of x, {x.dtype}")
+        if other is not None:
+            expect("rms_norm", x.shape, x.dtype, **{name: other})
     x_rows, out_rows = rows_of(values, "x"), rows_of(normed, "out")
     residual_rows = out_rows if residual is None else rows_of(residual, "residual")
     summing = bool(parts) or residual is not None or total is not None
@@ -156,10 +150,7 @@ def rms_norm(
         weight,
         out_rows,
         total_rows,
-        x_rows.stride(0),
-        residual_rows.stride(0),
-        out_rows.stride(0),
-        total_rows.stride(0),
+        *strides(1, x_rows, residual_rows, out_rows, total_rows),
         eps,
         SIZE=size,
         BLOCK=block,
@@ -220,14 +211,10 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`recurrent.reference.gated_norm`: x [B, N, H, D] contiguous, gate [B, N, H, D] contiguous but for its rows' and
     nodes' strides, weight [D] contiguous, all of one dtype."""
     batch, nodes, heads, size = x.shape
-    if not x.is_contiguous() or gate.shape != x.shape or not gate[0, 0].is_contiguous() or weight.shape != (size,):
-        raise ValueError(
-            f"x is {list(x.shape)}, gate {list(gate.shape)}, strides {gate.stride()}, weight {list(weight.shape)}; x "
-            "contiguous, a gate "
-            "of its shape with contiguous nodes, and a weight of its last dimension are accepted"
-        )
-    if not x.dtype == gate.dtype == weight.dtype:
-        raise ValueError(f"x is {x.dtype}, gate {gate.dtype}, weight {weight.dtype}; all must have one dtype")
+    expect("gated_norm", x.shape, None, CONTIGUOUS, x=x)
+    expect("gated_norm", x.shape, x.dtype, gate=gate)
+    expect("gated_norm", (heads, size), x.dtype, CONTIGUOUS, **{"gate of a node": gate[0, 0]})
+    expect("gated_norm", (size,), x.dtype, weight=weight)
     out = x.new_empty(x.shape)
     _gated_norm[(batch * nodes, triton.cdiv(heads, HEADS))](
         x,
@@ -275,13 +262,10 @@ def gate_heads(x: Tensor, qkv: Tensor) -> Tensor:
     """`reference.gate_heads`: x [B, N, Hq, D] contiguous, qkv [B, N, at least 2 * Hq * D] of one dtype, its last
     dimension contiguous."""
     batch, nodes, heads, size = x.shape
-    if not x.is_contiguous() or qkv.shape[:2] != x.shape[:2] or qkv.shape[2] < 2 * heads * size or qkv.stride(2) != 1:
-        raise ValueError(
-            f"x is {list(x.shape)}, qkv {list(qkv.shape)}; x contiguous and gates behind every head's queries are "
-            "accepted"
-        )
-    if x.dtype != qkv.dtype:
-        raise ValueError(f"x is {x.dtype} and qkv {qkv.dtype}; both must have one dtype")
+    expect("gate_heads", x.shape, None, CONTIGUOUS, x=x)
+    expect("gate_heads", (batch, nodes, "2 * Hq * D or more"), x.dtype, PACKED, qkv=qkv)
+    if qkv.shape[2] < 2 * heads * size:
+        raise ValueError(f"gate_heads: qkv is {list(qkv.shape)}; gates behind every head's queries are accepted")
     out, width = x.new_empty(batch, nodes, heads * size), heads * size
     _gate_heads[(batch * nodes, triton.cdiv(width, 1024))](
         x, qkv, out, *qkv.stride()[:2], nodes, WIDTH=width, SIZE=size, BLOCK=1024, num_warps=4, **dependent(x.device)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastspec.kernels.arguments import CONTIGUOUS, PACKED, expect, strides
 from fastspec.kernels.launch import dependent, wait_for_previous
 
 HEADS = 8
@@ -216,66 +217,36 @@ def rope_cache(
         raise ValueError(
             f"qkv has rows of {width}; {accepted} is accepted, with Hkv = {kv_heads} and D = {size} of k_cache"
         )
-    if v_cache.shape != k_cache.shape or k_cache.shape[0] != batch:
-        raise ValueError(
-            f"k_cache is {list(k_cache.shape)} and v_cache {list(v_cache.shape)}; both must be [{batch}, Hkv, C, D]"
-        )
-    if sin.shape != cos.shape or cos.dim() != 2 or not 0 < 2 * half <= size:
-        raise ValueError(
-            f"cos is {list(cos.shape)} and sin {list(sin.shape)}; both must be [P, R / 2] with 0 < R <= {size}"
-        )
-    for name, index in (("positions", positions), ("slots", slots)):
-        if index.shape != (batch, nodes):
-            raise ValueError(f"{name} is {list(index.shape)}; [{batch}, {nodes}] is accepted for qkv {list(qkv.shape)}")
-    for name, tensor in (("qkv", qkv), ("k_cache", k_cache), ("v_cache", v_cache), ("cos", cos), ("sin", sin)):
-        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-            raise ValueError(f"{name} has strides {tensor.stride()}: its last dimension must be contiguous")
+    if not 0 < 2 * half <= size:
+        raise ValueError(f"cos is {list(cos.shape)}; accepted is [P, R / 2] with 0 < R <= {size}")
+    expect("rope_cache", qkv.shape, None, PACKED, qkv=qkv)
+    expect("rope_cache", (batch, "Hkv", "C", "D"), qkv.dtype, PACKED, k_cache=k_cache)
+    expect("rope_cache", k_cache.shape, qkv.dtype, PACKED, v_cache=v_cache)
+    expect("rope_cache", ("P", half), None, PACKED, cos=cos)
+    expect("rope_cache", cos.shape, None, PACKED, sin=sin)
+    expect("rope_cache", (batch, nodes), torch.int64, positions=positions, slots=slots)
     norm = q_norm is not None and k_norm is not None
-    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
-        if (
-            norm
-            and weight is not None
-            and (weight.shape != (size,) or not weight.is_contiguous() or weight.dtype != qkv.dtype)
-        ):
-            raise ValueError(
-                f"{name} is {weight.dtype} {list(weight.shape)}; {qkv.dtype} [{size}] contiguous is accepted"
-            )
-    if factor is not None and (
-        factor.shape != cos.shape[:1] or not factor.is_contiguous() or factor.dtype != torch.float32
-    ):
-        raise ValueError(
-            f"factor is {factor.dtype} {list(factor.shape)}; torch.float32 [{len(cos)}] contiguous is accepted"
-        )
-    if not qkv.dtype == k_cache.dtype == v_cache.dtype:
-        raise ValueError(
-            f"qkv is {qkv.dtype}, k_cache {k_cache.dtype}, v_cache {v_cache.dtype}; all must have one dtype"
-        )
+    if q_norm is not None and k_norm is not None:
+        expect("rope_cache", (size,), qkv.dtype, CONTIGUOUS, q_norm=q_norm, k_norm=k_norm)
+    if factor is not None:
+        expect("rope_cache", cos.shape[:1], torch.float32, CONTIGUOUS, factor=factor)
     q = qkv.new_empty((batch, nodes, q_heads, size))
     if q.numel() == 0:
         return q
     half_block, rest = max(4, triton.next_power_of_2(half)), size - 2 * half
     parts = triton.cdiv(q_heads, HEADS) + 2 * triton.cdiv(kv_heads, HEADS)
+    read, written = (qkv, cos, sin, positions, slots), (q, k_cache, v_cache)
+    weights = q_norm if norm else qkv, k_norm if norm else qkv, qkv if factor is None else factor
     _rope_cache[(nodes, parts, batch)](
-        qkv,
-        cos,
-        sin,
-        positions,
-        slots,
-        q,
-        k_cache,
-        v_cache,
-        q_norm if norm else qkv,
-        k_norm if norm else qkv,
-        qkv if factor is None else factor,
+        *read,
+        *written,
+        *weights,
         eps,
         nodes,
         *qkv.stride()[:2],
-        cos.stride(0),
-        sin.stride(0),
-        *positions.stride(),
-        *slots.stride(),
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
+        *strides(1, cos, sin),
+        *strides(2, positions, slots),
+        *strides(3, k_cache, v_cache),
         HQ=q_heads,
         HKV=kv_heads,
         SIZE=size,

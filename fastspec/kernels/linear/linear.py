@@ -241,10 +241,8 @@ def _launch(
     rows, depth = x.shape
     width = out.shape[-1]
     lined_up = (weight.data_ptr() | weight.stride(0) * weight.element_size() | depth * weight.element_size()) % 16 == 0
-    tma, pdl = (
-        launch.tma and lined_up and has_descriptors(x.device),
-        launch.pdl and lined_up and dependent(x.device)["PDL"],
-    )
+    tma = launch.tma and lined_up and has_descriptors(x.device)
+    pdl = launch.pdl and lined_up and dependent(x.device)["PDL"]
     tiles = launch.channels * launch.depth * (1 + swiglu) + padded(rows) * launch.depth
     stages = stages_within(launch.stages, tiles * x.element_size(), x.device)
     options: dict[str, Any] = {"num_warps": launch.warps, "num_stages": stages} | ({"launch_pdl": True} if pdl else {})

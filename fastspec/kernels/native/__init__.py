@@ -1,2 +1,1 @@
-"""Operations of a round on the CPU in C++, compiled on the machine that runs them: `kernels.cpp`, how it is built, and
-its ops."""
+"""Operations of a round on the CPU in C++: `kernels.cpp`, how it is built on the machine that runs it, and its ops."""

@@ -68,8 +68,7 @@ SECONDS = 120
 
 
 def compiler() -> list[str] | None:
-    """The C++ compiler that CXX in the environment names, with the options that stand behind it there, else the first
-    that is found."""
+    """The C++ compiler, with its options, that CXX in the environment names, else the first that is found."""
     named = shlex.split(os.environ.get("CXX", ""))
     ways = [named] if named else [[name] for name in COMPILERS]
     return next(([found, *options] for name, *options in ways if (found := shutil.which(name))), None)

@@ -23,13 +23,12 @@ from fastspec.kernels.linear import reference as linear_reference
 from fastspec.kernels.linear.cpu import Measured, Way
 from fastspec.kernels.linear.reference import SILU, Activation, DeferredSum, Parts, joined
 from fastspec.kernels.native import build
-from fastspec.kernels.native.stack import MOST_SIZE, StackTable, placed, run, table_of
+from fastspec.kernels.native.stack import MOST_SIZE, StackTable, at, placed, run, table_of
 from fastspec.kernels.verification import reference as verification_reference
 from fastspec.kernels.verification.reference import SamplingSettings
 
 MOST_ROWS = 64
-"""Rows of a product, and nodes whose attention is taken here; more are a prompt's, and torch's own are made for
-that."""
+"""Rows of a product, and nodes whose attention is taken here; more are a prompt's, for which torch's own are made."""
 ENDINGS = {torch.float32: "", torch.bfloat16: build.BF16}
 """Ends of the names of a dtype's kernels."""
 
@@ -41,8 +40,7 @@ def plain(*tensors: Tensor) -> bool:
 
 
 def rows_of(x: Tensor) -> Tensor | None:
-    """x [..., H] as [R, H] in place, or None where it does not lie so: a row is contiguous, and rows are evenly
-    apart."""
+    """x [..., H] as [R, H] in place, or None where rows are not contiguous, or not evenly apart."""
     if x.is_contiguous():
         return x.view(-1, x.shape[-1])
     apart, count = x.shape[-1], 1
@@ -52,11 +50,6 @@ def rows_of(x: Tensor) -> Tensor | None:
         apart = stride if size > 1 and count == 1 else apart
         count *= size
     return x.as_strided((count, x.shape[-1]), (apart, 1)) if x.stride(-1) == 1 else None
-
-
-def at(x: Tensor | None) -> int | None:
-    """The address of a tensor's first value."""
-    return None if x is None else x.data_ptr()
 
 
 def by_onednn(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -100,9 +93,8 @@ class Native:
 
     def way(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Way | None:
         """Function that multiplies the rows of x, see `linear`; None: torch, x as it is."""
-        fits = weight.shape[1:] == x.shape[-1:] and (
-            bias is None or bias.shape == weight.shape[:1]
-        )  # else torch broadcasts, or raises
+        # else torch broadcasts, or raises
+        fits = weight.shape[1:] == x.shape[-1:] and (bias is None or bias.shape == weight.shape[:1])
         given = (x, weight) if bias is None else (x, weight, bias)
         if not fits or not plain(*given) or not all(each.is_contiguous() for each in given) or not x.numel():
             return None
@@ -161,9 +153,8 @@ class Native:
         """`reference.rms_norm`."""
         x = joined(x)
         given = [each for each in (x, weight, residual, out, total) if each is not None]
-        fits = weight.shape == x.shape[-1:] and all(
-            each.shape == x.shape for each in (residual, out, total) if each is not None
-        )
+        alike = all(each.shape == x.shape for each in (residual, out, total) if each is not None)
+        fits = weight.shape == x.shape[-1:] and alike
         if not fits or not plain(*given) or not weight.is_contiguous():
             return layer_reference.rms_norm(x, weight, eps, residual, out, total, offset)
         normed = x.new_empty(x.shape) if out is None else out
@@ -172,23 +163,10 @@ class Native:
         b = None if residual is None else rows_of(residual)
         if a is None or to is None or kept is None or (residual is not None and b is None):
             return layer_reference.rms_norm(x, weight, eps, residual, out, total, offset)
-        self.kernel("rms_norm", a)(
-            a.data_ptr(),
-            a.stride(0),
-            at(b),
-            0 if b is None else b.stride(0),
-            weight.data_ptr(),
-            to.data_ptr(),
-            to.stride(0),
-            kept.data_ptr(),
-            kept.stride(0),
-            len(a),
-            a.shape[1],
-            eps,
-            0.0 if offset is None else offset,
-            offset is not None,
-            torch.get_num_threads(),
-        )
+        placed = a.data_ptr(), a.stride(0), at(b), 0 if b is None else b.stride(0), weight.data_ptr()
+        written = to.data_ptr(), to.stride(0), kept.data_ptr(), kept.stride(0)
+        norm = eps, 0.0 if offset is None else offset, offset is not None
+        self.kernel("rms_norm", a)(*placed, *written, *a.shape, *norm, torch.get_num_threads())
         return normed, summed
 
     def rope_cache(
@@ -210,16 +188,9 @@ class Native:
         interleaved: bool = False,
         factor: Tensor | None = None,
     ) -> Tensor:
-        """`reference.rope_cache`; gated, tied and normed values, interleaved channels, factors and values of another
-        size by torch."""
-        rare = (
-            gated
-            or norms_values
-            or ties_values
-            or interleaved
-            or factor is not None
-            or (q_norm is None) != (k_norm is None)
-        )
+        """`reference.rope_cache`; gates, tied or normed values, interleaved channels, factors, other sizes by torch."""
+        one_norm = (q_norm is None) != (k_norm is None)
+        rare = gated or norms_values or ties_values or interleaved or factor is not None or one_norm
         heads, size = k_cache.shape[1], k_cache.shape[3]
         given = [each for each in (qkv, k_cache, v_cache, q_norm, k_norm) if each is not None]
         mixed = qkv.dtype is torch.bfloat16 and cos.dtype is torch.float32  # as a head's tables are
@@ -237,31 +208,9 @@ class Native:
         q = qkv.new_empty(batch, nodes, queries, size)
         where, to, c, s = positions.contiguous(), slots.contiguous(), cos.contiguous(), sin.contiguous()
         turn = self._kernels["rope_cache" + build.MIXED] if mixed else self.kernel("rope_cache", qkv)
-        turn(
-            qkv.data_ptr(),
-            c.data_ptr(),
-            s.data_ptr(),
-            where.data_ptr(),
-            to.data_ptr(),
-            k_cache.data_ptr(),
-            v_cache.data_ptr(),
-            q.data_ptr(),
-            at(q_norm),
-            at(k_norm),
-            batch,
-            nodes,
-            queries,
-            heads,
-            size,
-            c.shape[-1],
-            k_cache.stride(0),
-            k_cache.stride(1),
-            v_cache.stride(0),
-            v_cache.stride(1),
-            eps,
-            0.0 if offset is None else offset,
-            offset is not None,
-        )
+        tensors = qkv, c, s, where, to, k_cache, v_cache, q, q_norm, k_norm
+        sizes = batch, nodes, queries, heads, size, c.shape[-1], *k_cache.stride()[:2], *v_cache.stride()[:2]
+        turn(*map(at, tensors), *sizes, eps, 0.0 if offset is None else offset, offset is not None)
         return q
 
     def tree_attention(
@@ -278,36 +227,13 @@ class Native:
         """`reference.tree_attention`; sinks, caps, values of another size and more than 64 nodes by torch."""
         batch, nodes, heads, size = q.shape
         lies = k.stride(2) == v.stride(2) == size and k.stride(3) == v.stride(3) == 1 and q.is_contiguous()
-        if (
-            sinks is not None
-            or cap is not None
-            or nodes > MOST_ROWS
-            or v.shape != k.shape
-            or not lies
-            or not plain(q, k, v)
-        ):
+        rare = sinks is not None or cap is not None or nodes > MOST_ROWS or v.shape != k.shape
+        if rare or not lies or not plain(q, k, v):
             return attention_reference.tree_attention(q, k, v, layout, scale, sinks=sinks, cap=cap)
         seen = layout.visible.contiguous()
         out = q.new_empty(q.shape)
-        self.kernel("tree_attention", q)(
-            q.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
-            seen.data_ptr(),
-            out.data_ptr(),
-            batch,
-            nodes,
-            heads,
-            k.shape[1],
-            size,
-            layout.extent,
-            k.stride(0),
-            k.stride(1),
-            v.stride(0),
-            v.stride(1),
-            scale,
-            torch.get_num_threads(),
-        )
+        sizes = batch, nodes, heads, k.shape[1], size, layout.extent, *k.stride()[:2], *v.stride()[:2]
+        self.kernel("tree_attention", q)(*map(at, (q, k, v, seen, out)), *sizes, scale, torch.get_num_threads())
         return out
 
     def stack(
@@ -320,23 +246,14 @@ class Native:
         x: Tensor | None = None,
     ) -> tuple[Tensor, Tensor] | None:
         """`reference.stack` by the same kernels as the ops above, bit for bit; None, and nothing has happened, for more
-        than 64 rows, layers of which a kernel does not take an operation, and in fp32 where a product is quicker
-        another way."""
+        than 64 rows, layers that the kernels do not take, and in fp32 where a product is quicker another way."""
         rows, table, given = total.shape[0] * total.shape[1], table_of(layers), (total,) if x is None else (total, x)
         angles = places[0].cos.dtype
-        if (
-            table is None
-            or rows > MOST_ROWS
-            or not plain(*given)
-            or total.dtype is not table.dtype
-            or angles not in ENDINGS
-        ):
+        if table is None or rows > MOST_ROWS or not plain(*given) or total.dtype is not table.dtype:
             return None
-        if (
-            any(place.cos.dtype is not angles for place in places)
-            or not total.numel()
-            or not self._multiplies(table, rows)
-        ):
+        if angles not in ENDINGS or any(place.cos.dtype is not angles for place in places):
+            return None
+        if not total.numel() or not self._multiplies(table, rows):
             return None
         mixed = total.dtype is torch.bfloat16 and angles is torch.float32
         wide = total.shape[-1] == table.width and (x is None or x.shape == (*total.shape[:2], table.depth))
@@ -354,10 +271,8 @@ class Native:
             return True
         key = rows, torch.get_num_threads()
         if key not in table.by_kernel:
-            ways = (
-                self.way(torch.ones(rows, weight.shape[1], device="cpu"), weight, None) for weight in table.products
-            )
-            table.by_kernel[key] = all(way is self.by_kernel for way in ways)
+            ones = ((torch.ones(rows, weight.shape[1], device="cpu"), weight, None) for weight in table.products)
+            table.by_kernel[key] = all(self.way(*each) is self.by_kernel for each in ones)
         return table.by_kernel[key]
 
     def pick(self, scores: Tensor, uniform: Tensor | None, settings: SamplingSettings | None = None) -> Tensor:
@@ -371,8 +286,7 @@ class Native:
         return out
 
     def topk_logprobs(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """`reference.topk_logprobs`, the lower id first among equals; logits that are not numbers are not looked
-        for."""
+        """`reference.topk_logprobs`, the lower id first among equals; NaN is not looked for."""
         if not plain(logits) or not logits.is_contiguous() or not 0 < count <= logits.shape[-1]:
             return drafting_reference.topk_logprobs(logits, count)
         shape = *logits.shape[:-1], count

@@ -21,6 +21,11 @@ MOST_SIZE = 1024
 """Of a head that is rotated."""
 
 
+def at(x: Tensor | None) -> int | None:
+    """The address of a tensor's first value."""
+    return None if x is None else x.data_ptr()
+
+
 class CWeight(ctypes.Structure):
     """`Weight` of vectors.h."""
 
@@ -31,39 +36,21 @@ class CLayer(ctypes.Structure):
     """`Layer` of stack.h."""
 
     _fields_ = [
-        ("norm", P),
-        ("mlp_norm", P),
-        ("q_norm", P),
-        ("k_norm", P),
+        *((name, P) for name in ("norm", "mlp_norm", "q_norm", "k_norm")),
         ("qkv", CWeight * 3),
         ("out", CWeight),
         ("gate_up", CWeight * 2),
         ("down", CWeight),
-        ("qkv_count", N),
-        ("gate_up_count", N),
-        ("k", P),
-        ("v", P),
-        ("k_row", N),
-        ("k_head", N),
-        ("v_row", N),
-        ("v_head", N),
-        ("cos", P),
-        ("sin", P),
+        *((name, N) for name in ("qkv_count", "gate_up_count")),
+        *((name, P) for name in ("k", "v")),
+        *((name, N) for name in ("k_row", "k_head", "v_row", "v_head")),
+        *((name, P) for name in ("cos", "sin")),
         ("half", N),
-        ("slots", P),
-        ("visible", P),
+        *((name, P) for name in ("slots", "visible")),
         ("extent", N),
         ("tap", P),
-        ("eps", F),
-        ("offset", F),
-        ("mlp_eps", F),
-        ("mlp_offset", F),
-        ("heads_eps", F),
-        ("heads_offset", F),
-        ("scale", F),
-        ("has_offset", N),
-        ("mlp_has_offset", N),
-        ("heads_have_offset", N),
+        *((name, F) for name in ("eps", "offset", "mlp_eps", "mlp_offset", "heads_eps", "heads_offset", "scale")),
+        *((name, N) for name in ("has_offset", "mlp_has_offset", "heads_have_offset")),
     ]
 
 
@@ -77,8 +64,7 @@ def tensors_of(layer: PlainLayer) -> Iterator[Tensor]:
 
 
 class StackTable:
-    """Table of what is the same in every pass over some layers. `fits` is false where the kernels do not compute
-    them."""
+    """Table of what is the same in every pass over layers; `fits` is false where the kernels do not compute them."""
 
     def __init__(self, layers: PlainLayers) -> None:
         self.tensors = [tensor for layer in layers.rows for tensor in tensors_of(layer)]
@@ -133,9 +119,7 @@ class StackTable:
 def c_weights(part: Weighted) -> tuple[CWeight, ...]:
     """Linear layers as the kernels read them."""
     biased = zip(part.weights, part.biases, strict=True)
-    return tuple(
-        CWeight(weight.data_ptr(), None if bias is None else bias.data_ptr(), len(weight)) for weight, bias in biased
-    )
+    return tuple(CWeight(weight.data_ptr(), at(bias), len(weight)) for weight, bias in biased)
 
 
 def c_layer(layer: PlainLayer) -> CLayer:
@@ -151,8 +135,8 @@ def c_layer(layer: PlainLayer) -> CLayer:
         heads_eps=layer.eps,
         heads_offset=layer.offset or 0.0,
         heads_have_offset=layer.offset is not None,
-        q_norm=None if layer.q_norm is None else layer.q_norm.data_ptr(),
-        k_norm=None if layer.k_norm is None else layer.k_norm.data_ptr(),
+        q_norm=at(layer.q_norm),
+        k_norm=at(layer.k_norm),
     )
     norm, behind = layer.norm, layer.mlp_norm
     if norm is not None:
@@ -176,8 +160,7 @@ def table_of(layers: PlainLayers) -> StackTable | None:
 def placed(
     table: StackTable, layers: PlainLayers, places: Sequence[LayerPlace], taps: Mapping[int, Tensor]
 ) -> list[Tensor] | None:
-    """Write into the table where the layers stand in a pass -> tensors that must outlive it; None where the kernels do
-    not read them so."""
+    """Write the layers' places in a pass into the table -> tensors that must outlive it; None where they do not fit."""
     kept: list[Tensor] = []
     seen: dict[int, Tensor] = {}
     assert table.rows is not None
@@ -198,20 +181,14 @@ def placed(
             lies = k.stride(3) == v.stride(3) == size and k.stride(4) == v.stride(4) == 1 and v.shape == k.shape
             if not lies or k.dtype is not table.dtype or v.dtype is not table.dtype or size > MOST_SIZE:
                 return None
-            if (
-                (k.shape[2], k.shape[4]) != (heads, size)
-                or table.heads + 2 * heads * size != table.channels
-                or table.heads % size
-            ):
+            sized = (k.shape[2], k.shape[4]) == (heads, size) and table.heads + 2 * heads * size == table.channels
+            if not sized or table.heads % size:
                 return None
             seen[id(k)] = k
         normed = all(norm is None or norm.shape == (size,) for norm in (layer.q_norm, layer.k_norm))
         if not normed or place.cos.dtype is not place.sin.dtype:
             return None
-        row.k, row.v = (
-            k.data_ptr() + index * k.stride(0) * k.element_size(),
-            v.data_ptr() + index * v.stride(0) * v.element_size(),
-        )
+        row.k, row.v = (x.data_ptr() + index * x.stride(0) * x.element_size() for x in (k, v))
         row.k_row, row.k_head, row.v_row, row.v_head = k.stride(1), k.stride(2), v.stride(1), v.stride(2)
         row.cos, row.sin, row.half = held(place.cos), held(place.sin), place.cos.shape[-1]
         row.slots, row.visible, row.extent = held(place.slots), held(place.layout.visible), place.layout.extent
@@ -232,31 +209,21 @@ def run(
     """The pass itself."""
     batch, nodes, width = total.shape
     heads, size = places[0].k.shape[2], places[0].k.shape[4]
-    summed, change, where = (
-        total.clone(memory_format=torch.contiguous_format),
-        total.new_empty(total.shape),
-        positions.contiguous(),
-    )
+    summed, change = total.clone(memory_format=torch.contiguous_format), total.new_empty(total.shape)
+    where = positions.contiguous()
     given = None if x is None else x.contiguous()
     scratch = total.new_empty(batch * nodes * (width + table.channels + 2 * table.heads + 3 * table.inner))
     tap_row: Any = next((tap.stride(-2) for tap in taps.values()), 0)
+    addresses = [at(x) for x in (summed, change, given)]
+    sizes = batch, nodes, table.heads // size, heads, size, width, table.inner, tap_row
     kernel(
         table.rows,
         len(places),
-        summed.data_ptr(),
-        change.data_ptr(),
-        None if given is None else given.data_ptr(),
+        *addresses,
         table.depth,
         scratch.data_ptr(),
         where.data_ptr(),
-        batch,
-        nodes,
-        table.heads // size,
-        heads,
-        size,
-        width,
-        table.inner,
-        tap_row,
+        *sizes,
         torch.get_num_threads(),
         pairs,
     )

@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fastspec.kernels.drafting.topk_expand import EMPTY, key_index, packed
+from fastspec.kernels.arguments import packed
+from fastspec.kernels.drafting.topk_expand import EMPTY, key_index
 from fastspec.kernels.launch import dependent, wait_for_previous
 from fastspec.kernels.layer.norms import row_warps
 from fastspec.kernels.parallel import reference, symmetric

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastspec.kernels.arguments import CONTIGUOUS, PACKED, expect, strides
 from fastspec.kernels.launch import dependent, wait_for_previous
 from fastspec.kernels.recurrent.reference import sizes_of
 from fastspec.kernels.recurrent.tree import add_updates, scale_of
@@ -88,20 +89,14 @@ def tree_conv(
     dimension and any other strides; weight [C, K] is contiguous."""
     batch, nodes, channels = x.shape
     out = x.new_empty(x.shape) if out is None else out
-    for name, each in (("x", x), ("held", held), ("kept", kept), ("out", out)):
-        if each is not None and (each.stride(-1) != 1 or each.dtype != x.dtype):
-            raise ValueError(
-                f"{name} is {each.dtype} with strides {each.stride()}; {x.dtype} with a contiguous last dimension is "
-                "accepted"
-            )
     width = weight.shape[1]
-    if weight.shape != (channels, width) or not weight.is_contiguous() or held.shape != (batch, width, channels):
-        raise ValueError(
-            f"weight is {list(weight.shape)}, held {list(held.shape)}; [{channels}, K] contiguous and [{batch}, K, "
-            f"{channels}] are accepted"
-        )
-    if parents is not None and (parents.shape != (batch, nodes) or parents.dtype != torch.int64):
-        raise ValueError(f"parents are {parents.dtype} {list(parents.shape)}; int64 [{batch}, {nodes}] is accepted")
+    expect("tree_conv", (channels, width), None, CONTIGUOUS, weight=weight)
+    expect("tree_conv", (batch, width, channels), x.dtype, PACKED, held=held)
+    for name, each in (("x", x), ("kept", kept), ("out", out)):
+        if each is not None:
+            expect("tree_conv", each.shape, x.dtype, PACKED, **{name: each})
+    if parents is not None:
+        expect("tree_conv", (batch, nodes), torch.int64, parents=parents)
     if out.numel():
         above, into = x if parents is None else parents, out if kept is None else kept
         _tree_conv[(nodes, triton.cdiv(channels, BLOCK), batch)](
@@ -112,11 +107,7 @@ def tree_conv(
             into,
             out,
             channels,
-            *x.stride()[:2],
-            *held.stride()[:2],
-            *above.stride()[:2],
-            *into.stride()[:2],
-            *out.stride()[:2],
+            *strides(2, x, held, above, into, out),
             WIDTH=width,
             BLOCK=BLOCK,
             CHAIN=parents is None,
@@ -173,8 +164,7 @@ def _hold(
 
 
 def hold(x: Tensor, held: Tensor, counts: Tensor) -> None:
-    """`reference.hold`; x [B, T, C] and held [B, K, C] with a contiguous last dimension, counts [B] int64
-    contiguous."""
+    """`reference.hold`; x [B, T, C], held [B, K, C] with a contiguous last dimension, counts [B] int64 contiguous."""
     _launch(x[None], held[None], counts, None, None)
 
 
@@ -186,8 +176,7 @@ def hold_paths(inputs: Tensor, held: Tensor, path: Tensor, accepted: Tensor, act
 
 def _launch(x: Tensor, held: Tensor, counts: Tensor, path: Tensor | None, active: Tensor | None) -> None:
     layers, batch, width, channels = held.shape
-    if counts.shape != (batch,) or counts.dtype != torch.int64 or not counts.is_contiguous():
-        raise ValueError(f"counts are {counts.dtype} {list(counts.shape)}; int64 [{batch}] contiguous is accepted")
+    expect("hold", (batch,), torch.int64, CONTIGUOUS, counts=counts)
     way = counts if path is None else path
     on = counts if active is None else active.view(torch.uint8)
     block = BLOCK // 2
@@ -198,8 +187,7 @@ def _launch(x: Tensor, held: Tensor, counts: Tensor, path: Tensor | None, active
         way,
         on,
         channels,
-        *x.stride()[:3],
-        *held.stride()[:3],
+        *strides(3, x, held),
         way.stride(0),
         way.stride(-1),
         WIDTH=width,
@@ -293,29 +281,12 @@ def delta_commit(
 ) -> None:
     """`reference.delta_commit`; all tensors contiguous, but for the strides of path [B, P]."""
     layers, batch, value_heads, key_size, value_size = states.shape
-    for name, each in (
-        ("states", states),
-        ("held", held),
-        ("inputs", inputs),
-        ("mixed", mixed),
-        ("updates", updates),
-        ("gates", gates),
-    ):
-        if not each.is_contiguous() or each.shape[:2] != (layers, batch):
-            raise ValueError(
-                f"{name} is {list(each.shape)}, strides {each.stride()}; contiguous of [{layers}, {batch}, ...] is "
-                "accepted"
-            )
-    if (
-        path.dtype != torch.int64
-        or accepted.shape != (batch,)
-        or active.shape != (batch,)
-        or active.dtype != torch.bool
-    ):
-        raise ValueError(
-            f"path is {path.dtype}, accepted {list(accepted.shape)}, active {active.dtype}: int64, [{batch}], bool "
-            "is right"
-        )
+    kept = {"states": states, "held": held, "inputs": inputs, "mixed": mixed, "updates": updates, "gates": gates}
+    for name, each in kept.items():
+        expect("delta_commit", (layers, batch, *each.shape[2:]), None, CONTIGUOUS, **{name: each})
+    expect("delta_commit", (batch, "P"), torch.int64, path=path)
+    expect("delta_commit", (batch,), torch.int64, accepted=accepted)
+    expect("delta_commit", (batch,), torch.bool, active=active)
     key_heads = sizes_of(mixed, states)[0]
     step, value_block = (
         min(most, max(16, triton.next_power_of_2(size))) for most, size in ((STEP, key_size), (VALUES, value_size))
@@ -329,9 +300,7 @@ def delta_commit(
         accepted,
         active.view(torch.uint8),
         states.stride(0),
-        *mixed.stride()[:3],
-        *updates.stride()[:3],
-        *gates.stride()[:3],
+        *strides(3, mixed, updates, gates),
         *path.stride(),
         HK=key_heads,
         HV=value_heads,

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastspec.kernels.arguments import CONTIGUOUS, PACKED, expect, strides
 from fastspec.kernels.launch import dependent, wait_for_previous
 from fastspec.kernels.recurrent.reference import DecayRates
 from fastspec.kernels.recurrent.tree import (
@@ -203,22 +204,13 @@ def delta_tree(
     with a contiguous last dimension."""
     sizes = _checked(mixed, a, b, rates, state)
     batch, nodes = mixed.shape[:2]
-    if (
-        words.shape[:2] != (batch, nodes)
-        or words.shape[2] * 64 < nodes
-        or words.dtype != torch.int64
-        or words.stride(2) != 1
-    ):
-        raise ValueError(
-            f"words are {words.dtype} {list(words.shape)}; int64 [{batch}, {nodes}, W] that cover all nodes are "
-            "accepted"
-        )
-    wanted = {"updates": (updates, (batch, nodes, *sizes[1::2])), "gates": (gates, (batch, nodes, sizes[1]))}
-    for name, (each, shape) in wanted.items():
-        if each.shape != shape or each.dtype != torch.float32 or not each[0, 0].is_contiguous():
-            raise ValueError(
-                f"{name} is {each.dtype} {list(each.shape)}; fp32 {list(shape)} with contiguous nodes is accepted"
-            )
+    expect("delta_tree", (batch, nodes, "W"), torch.int64, PACKED, words=words)
+    if words.shape[2] * 64 < nodes:
+        raise ValueError(f"delta_tree: {words.shape[2]} words of 64 bits do not cover {nodes} nodes")
+    expect("delta_tree", (batch, nodes, *sizes[1::2]), torch.float32, updates=updates)
+    expect("delta_tree", (batch, nodes, sizes[1]), torch.float32, gates=gates)
+    for name, each in (("updates", updates), ("gates", gates)):
+        expect("delta_tree", each.shape[2:], None, CONTIGUOUS, **{f"{name} of a node": each[0, 0]})
     options, parts = _launch(mixed, sizes)
     if nodes > FEW:
         return wide_tree(mixed, a, b, rates, state, words, updates, gates, options)
@@ -237,12 +229,7 @@ def delta_tree(
         nodes,
         rates.scale,
         sizes[2] ** 0.5,
-        *mixed.stride()[:2],
-        *a.stride()[:2],
-        *b.stride()[:2],
-        *words.stride()[:2],
-        *updates.stride()[:2],
-        *gates.stride()[:2],
+        *strides(2, mixed, a, b, words, updates, gates),
         **options,
         BLOCK=FEW,
         num_warps=WARPS,
@@ -255,8 +242,7 @@ def delta_chain(mixed: Tensor, a: Tensor, b: Tensor, rates: DecayRates, state: T
     """`reference.delta_chain`, with the layouts of `delta_tree`; counts [B] int64 contiguous."""
     sizes = _checked(mixed, a, b, rates, state)
     batch, tokens = mixed.shape[:2]
-    if counts.shape != (batch,) or counts.dtype != torch.int64 or not counts.is_contiguous():
-        raise ValueError(f"counts are {counts.dtype} {list(counts.shape)}; int64 [{batch}] contiguous is accepted")
+    expect("delta_chain", (batch,), torch.int64, CONTIGUOUS, counts=counts)
     out = mixed.new_empty(batch, tokens, sizes[1], sizes[3])
     options, parts = _launch(mixed, sizes)
     _delta_chain[(sizes[1] * parts, batch)](
@@ -271,9 +257,7 @@ def delta_chain(mixed: Tensor, a: Tensor, b: Tensor, rates: DecayRates, state: T
         tokens,
         rates.scale,
         sizes[2] ** 0.5,
-        *mixed.stride()[:2],
-        *a.stride()[:2],
-        *b.stride()[:2],
+        *strides(2, mixed, a, b),
         **options,
         BLOCK=BLOCK if tokens > 16 else 16,
         num_warps=WARPS,
@@ -308,16 +292,8 @@ def _checked(mixed: Tensor, a: Tensor, b: Tensor, rates: DecayRates, state: Tens
             f"mixed is {list(mixed.shape)}, state {list(state.shape)}; [B, N, 2 Hk Dk + Hv Dv], [B, Hv, Dk, Dv] are "
             "accepted"
         )
-    if state.dtype != torch.float32 or not state.is_contiguous():
-        raise ValueError(f"state is {state.dtype} with strides {state.stride()}; fp32 and contiguous is accepted")
-    small = batch, tokens, value_heads
-    for name, each, shape in (("mixed", mixed, mixed.shape), ("a", a, small), ("b", b, small)):
-        if each.shape != shape or each.stride(-1) != 1:
-            raise ValueError(
-                f"{name} is {list(each.shape)}, strides {each.stride()}; {list(shape)}, contiguous in the last, is "
-                "accepted"
-            )
-    for name, each in (("log_decay", rates.log_decay), ("bias", rates.bias)):
-        if each.shape != (value_heads,) or not each.is_contiguous():
-            raise ValueError(f"{name} is {list(each.shape)}; [{value_heads}] contiguous is accepted")
+    expect("delta", state.shape, torch.float32, CONTIGUOUS, state=state)
+    expect("delta", mixed.shape, None, PACKED, mixed=mixed)
+    expect("delta", (batch, tokens, value_heads), None, PACKED, a=a, b=b)
+    expect("delta", (value_heads,), None, CONTIGUOUS, log_decay=rates.log_decay, bias=rates.bias)
     return key_heads, value_heads, key_size, value_size

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastspec.kernels.arguments import strides
 from fastspec.kernels.launch import dependent, wait_for_previous
 from fastspec.kernels.recurrent.reference import DecayRates
 
@@ -46,8 +47,7 @@ def tile_of(HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constex
 
 @triton.jit
 def keys_of(p_mixed, stride, rows, m_rows, first, SIZE: tl.constexpr, STEP: tl.constexpr):
-    """STEP channels of rows of one head, from `first` on, of which SIZE are the head's: [len(rows), STEP] as they
-    lie."""
+    """STEP channels of rows of one head, from `first` on, of which SIZE are the head's: [len(rows), STEP]."""
     o_d = tl.arange(0, STEP)
     return tl.load(
         p_mixed + rows[:, None] * stride + (first + o_d)[None, :],
@@ -187,8 +187,7 @@ def add_updates(
     STEP: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """The state at p_state becomes decay times itself and the sum of the rows' weighted keys times their updates, in
-    place."""
+    """The state at p_state becomes decay times itself and the sum of the rows' weighted keys times their updates."""
     for at in range(0, SIZE, STEP):
         o_k = at + tl.arange(0, STEP)
         p_s = p_state + o_k[:, None] * DV + o_v[None, :]
@@ -425,11 +424,7 @@ def wide_tree(
         nodes,
         rates.scale,
         root,
-        *mixed.stride()[:2],
-        *a.stride()[:2],
-        *b.stride()[:2],
-        *words.stride()[:2],
-        *gates.stride()[:2],
+        *strides(2, mixed, a, b, words, gates),
         **shared,
         STEP=min(step, wide),
         num_warps=warps,
@@ -446,9 +441,7 @@ def wide_tree(
         out,
         nodes,
         root,
-        *mixed.stride()[:2],
-        *updates.stride()[:2],
-        *gates.stride()[:2],
+        *strides(2, mixed, updates, gates),
         **shared,
         DV=sizes["DV"],
         DV_BLOCK=sizes["DV_BLOCK"],

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec.kernels.drafting.topk_expand import EMPTY, key_index, packed, sort_key, tile_mass
+from fastspec.kernels.arguments import ANYHOW, PACKED, expect, strides
+from fastspec.kernels.drafting.topk_expand import EMPTY, key_index, sort_key, tile_mass
 from fastspec.kernels.launch import dependent, wait_for_previous
 from fastspec.kernels.verification.reference import LAST_SHIFT, MIXERS, NO_TOKEN, STEP, SamplingSettings, signed
 from fastspec.kernels.verification.sampling import (
@@ -57,13 +58,15 @@ def draws(streams: Tensor, lengths: Tensor, depths: Tensor) -> Tensor:
     rows, nodes = depths.shape
     out = torch.empty((rows, nodes), dtype=torch.float32, device=depths.device)
     if out.numel():
+        if depths.stride(1) != 1:
+            depths = depths.contiguous()
         _draws_kernel[(rows,)](
             streams.contiguous(),
             lengths.contiguous(),
-            depths if depths.stride(1) == 1 else depths.contiguous(),
+            depths,
             out,
             nodes,
-            depths.stride(0) if depths.stride(1) == 1 else nodes,
+            depths.stride(0),
             BN=triton.next_power_of_2(nodes),
             num_warps=1,
             **dependent(depths.device),
@@ -146,9 +149,8 @@ def _draw_kernel(
     uniform = tl.load(p_uniform + (row // nodes) * s_ub + (row % nodes) * s_um).to(tl.float64)
     top = tl.max(b_peak, 0)
     b_scale = tl.where(b_mass > 0.0, tl.exp(b_peak - top), 0.0)
-    b_chunk = b_mass.to(tl.float64) * b_scale.to(
-        tl.float64
-    )  # exact, so that all threads get one sum whether it is fused or not
+    # exact, so that all threads get one sum whether it is fused or not
+    b_chunk = b_mass.to(tl.float64) * b_scale.to(tl.float64)
     total = tl.sum(b_chunk, 0)  # NaN where a score is NaN or +inf, 0 where all are -inf
     level = uniform * total
     chunk, before = first_above(b_chunk, o_t, level, TP)
@@ -212,24 +214,18 @@ def pick(scores: Tensor, uniform: Tensor | None, settings: SamplingSettings | No
     """
     if scores.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"pick: scores are {scores.dtype}; accepted are float32, float16 and bfloat16")
-    if scores.shape[-1] == 0 or not packed(scores):
-        raise ValueError(
-            f"pick: scores {list(scores.shape)} need a last dimension that is contiguous and not empty; pass "
-            "x.contiguous()"
-        )
-    if uniform is not None and (
-        uniform.shape != scores.shape[:-1] or uniform.dtype not in (torch.float32, torch.float64)
-    ):
-        raise ValueError(
-            f"pick: uniform is {list(uniform.shape)} {uniform.dtype}; accepted is {list(scores.shape[:-1])} fp32 or "
-            "fp64"
-        )
+    expect("pick", scores.shape, None, PACKED, scores=scores)
+    if scores.shape[-1] == 0:
+        raise ValueError(f"pick: scores {list(scores.shape)} have no token; accepted is a last dimension of 1 or more")
+    if uniform is not None:
+        kind = uniform.dtype if uniform.dtype in (torch.float32, torch.float64) else torch.float32
+        expect("pick", scores.shape[:-1], kind, ANYHOW, uniform=uniform)
     if uniform is None and scores.numel():
         return _best(scores)
     vocab = scores.shape[-1]
     x = _in_rows(scores, 1)
     batch, nodes = x.shape[:2]
-    rows, chunks, strides = batch * nodes, triton.cdiv(vocab, CHUNK), x.stride()[:2]
+    rows, chunks, apart = batch * nodes, triton.cdiv(vocab, CHUNK), x.stride()[:2]
     ids = torch.empty(scores.shape[:-1], dtype=torch.int64, device=scores.device)
     if rows == 0:
         return ids
@@ -240,7 +236,7 @@ def pick(scores: Tensor, uniform: Tensor | None, settings: SamplingSettings | No
     peak, mass = torch.empty(2, rows, chunks, dtype=torch.float32, device=scores.device)
     sizes, kept = (vocab, nodes, chunks, inverse_of(settings)), (settings.temperature != 1, settings.filters)
     _chunk_mass_kernel[(chunks, rows)](
-        x, peak, mass, low, first, *sizes, *strides, CHUNK, *kept, num_warps=CHUNK_WARPS, **pdl
+        x, peak, mass, low, first, *sizes, *apart, CHUNK, *kept, num_warps=CHUNK_WARPS, **pdl
     )
     _draw_kernel[(rows,)](
         x,
@@ -251,7 +247,7 @@ def pick(scores: Tensor, uniform: Tensor | None, settings: SamplingSettings | No
         u,
         ids,
         *sizes,
-        *strides,
+        *apart,
         *u.stride(),
         padded,
         CHUNK,
@@ -296,13 +292,7 @@ def posterior_walk(tokens: Tensor, parents: Tensor, picks: Tensor, steps: int) -
     Rows may be strided, the last dimension must be contiguous. N is at most 4096.
     """
     given = {"tokens": tokens, "parents": parents, "picks": picks}
-    for name, x in given.items():
-        if x.shape != tokens.shape or x.dtype != torch.int64 or not packed(x):
-            raise ValueError(
-                f"posterior_walk: {name} is {list(x.shape)} {x.dtype} strides {x.stride()}; accepted is "
-                f"{list(tokens.shape)} int64 with "
-                "a contiguous last dimension"
-            )
+    expect("posterior_walk", tokens.shape, torch.int64, PACKED, **given)
     batch, nodes = tokens.shape
     if not 1 <= nodes <= MAX_NODES or steps < 1:
         raise ValueError(
@@ -312,17 +302,13 @@ def posterior_walk(tokens: Tensor, parents: Tensor, picks: Tensor, steps: int) -
     accepted, bonus = torch.empty(2, batch, dtype=torch.int64, device=tokens.device)
     padded = max(32, triton.next_power_of_2(nodes))
     _walk_kernel[(batch,)](
-        tokens,
-        parents,
-        picks,
+        *given.values(),
         path,
         accepted,
         bonus,
         nodes,
         steps,
-        tokens.stride(0),
-        parents.stride(0),
-        picks.stride(0),
+        *strides(1, *given.values()),
         padded,
         num_warps=1 if padded <= 256 else 4,
         **dependent(tokens.device),

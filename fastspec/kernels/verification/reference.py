@@ -1,8 +1,5 @@
 """The choice at every node and the walk down the tree in plain torch: the specification of the kernels beside it.
-
-Letters: B rows (sequences), N nodes of a row's tree, P of its longest path, Hq query heads, Hkv key heads, D head size,
-C cache slots, W 64-bit words, V tokens, H width. Whole numbers are int64. Lengths are tensors on the device, and no op
-waits for the host.
+Letters are those of `fastspec.kernels`.
 """
 
 from __future__ import annotations

@@ -53,8 +53,7 @@ def kept_chunk(
     WARP: tl.constexpr,
     CUT: tl.constexpr,
 ):
-    """The same under settings: times the inverse temperature, and -inf below the row's cut. NaN and +inf stay, wherever
-    that is."""
+    """The same under settings: times the inverse temperature, and -inf below the row's cut. NaN and +inf stay."""
     o_v, b_x = row_chunk(p_x, row, chunk, vocab, nodes, s_xb, s_xm, BV)
     if WARP:
         b_x *= inverse
@@ -156,8 +155,7 @@ def _digit_kernel(
     TP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The next digit of the rank at which a row is cut: each digit's count, or mass, in a chunk, then the last
-    program's choice."""
+    """The next digit of the rank that cuts a row: each digit's count or mass in a chunk, then the last one's choice."""
     wait_for_previous(PDL)
     row, chunk = tl.program_id(1).to(tl.int64), tl.program_id(0)
     o_v, b_x = row_chunk(p_x, row, chunk, vocab, nodes, s_xb, s_xm, BV)
@@ -173,9 +171,8 @@ def _digit_kernel(
         b_mass = tl.where(m_in & (b_x >= tl.load(p_low + row)), tl.exp(b_x - top), 0.0)
         b_part = tl.zeros([DIGITS], dtype=tl.float32)
         if tl.max(b_mass, 0) > 0.0:
-            for digit in tl.static_range(
-                DIGITS
-            ):  # one after another: a tile of values and digits takes too many registers
+            # one after another: a tile of values and digits takes too many registers
+            for digit in tl.static_range(DIGITS):
                 b_part = tl.where(o_d == digit, tl.sum(tl.where(b_digit == digit, b_mass, 0.0), 0), b_part)
     else:
         b_part = tl.histogram(b_digit, DIGITS, mask=m_in).to(tl.float32)
@@ -224,8 +221,7 @@ def _close_kernel(
     TP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A row's cut: top-p's value and the first of the equal ids that it keeps, or min-p's value where that is
-    higher."""
+    """A row's cut: top-p's value and the first of the equal ids that it keeps, or a higher value of min-p's."""
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     top = _highest(p_peak, row, chunks, TP) * before * after
@@ -237,9 +233,8 @@ def _close_kernel(
         o_t = tl.arange(0, TP)
         digit = (rank >> end) & (DIGITS - 1)
         b_mass = tl.load(p_part + (row * chunks + o_t) * DIGITS + digit, mask=o_t < chunks, other=0.0).to(tl.float64)
-        one = tl.maximum(tl.exp(low - top), 1e-45).to(
-            tl.float64
-        )  # of each of the equal ids, which is all the mass that this digit has
+        # of each of the equal ids, which is all the mass that this digit has
+        one = tl.maximum(tl.exp(low - top), 1e-45).to(tl.float64)
         b_count = tl.floor(b_mass / one + 0.5)
         removed = tl.minimum(tl.floor(tl.load(p_level + row) / one), tl.sum(b_count, 0) - 1.0)
         chunk, passed = first_above(b_count, o_t, removed, TP)
@@ -274,9 +269,8 @@ def cut(x: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
     # Temperature can make neighbours in fp32 equal, and not in half precision, whose own few digits are then enough.
     before, after = (inverse, 1.0) if x.dtype == torch.float32 else (1.0, inverse)
     end, sizes = 32 - DIGIT_BITS * steps, (vocab, nodes, chunks)
-    below = max(
-        0, vocab - settings.top_k
-    )  # the cut of top-k is the first value up to which there are more than so many
+    # the cut of top-k is the first value up to which there are more than so many
+    below = max(0, vocab - settings.top_k)
     _peaks_kernel[(chunks, rows)](
         x, peak, rank, level, low, arrived, *sizes, below, *strides, CHUNK, num_warps=CHUNK_WARPS, **pdl
     )
@@ -299,9 +293,8 @@ def cut(x: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
                 num_warps=DIGIT_WARPS[mass],
                 **pdl,
             )
-    by_share = (
-        torch.tensor(settings.min_p, dtype=torch.float32, device="cpu").item() > 0
-    )  # fp32's 0 removes nothing, as in the reference
+    # fp32's 0 removes nothing, as in the reference
+    by_share = torch.tensor(settings.min_p, dtype=torch.float32, device="cpu").item() > 0
     least = math.log(settings.min_p) if by_share else 0.0
     _close_kernel[(rows,)](
         *state,

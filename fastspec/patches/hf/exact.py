@@ -9,15 +9,7 @@ import torch
 
 from fastspec.devices import MEASURED, device_name, is_timed
 from fastspec.errors import Unsupported
-from fastspec.generation.decoder_layer import (
-    FullAttention,
-    Gated,
-    LayerParts,
-    Linears,
-    RmsNorm,
-    StoredGated,
-    StoredLinears,
-)
+from fastspec.generation.decoder_layer import FullAttention, Gated, LayerParts, Linears, RmsNorm, StoredLinears
 from fastspec.generation.ops import Ops
 from fastspec.patches.hf.changes import Snapshot
 from fastspec.patches.hf.compat import device_of, processes_of
@@ -133,10 +125,10 @@ def refuse_parts(model: Any, layers: Sequence[LayerParts]) -> None:
 
 
 def _is_stored(layer: LayerParts) -> bool:
-    mixer = layer.mixer
-    return isinstance(layer.mlp, StoredGated) or (
-        isinstance(mixer, FullAttention) and isinstance(mixer.qkv, StoredLinears)
-    )
+    mixer, mlp = layer.mixer, layer.mlp
+    read = [mixer.qkv] if isinstance(mixer, FullAttention) else []
+    read += [mlp.gate_up] if isinstance(mlp, Gated) else []
+    return any(isinstance(each, StoredLinears) for each in read)
 
 
 def _others(layer: LayerParts) -> Iterator[str]:
@@ -145,7 +137,7 @@ def _others(layer: LayerParts) -> Iterator[str]:
         yield f"{type(mixer).__name__}, which sums over a tree otherwise than over a text"
     elif not isinstance(mixer.qkv, PRODUCTS) or not isinstance(mixer.out, PRODUCTS):
         yield "projections of attention that are no plain linear layers"
-    dense = isinstance(mlp, (Gated, StoredGated)) and isinstance(mlp.out, PRODUCTS)
+    dense = isinstance(mlp, Gated) and isinstance(mlp.out, PRODUCTS)
     if not dense and not isinstance(mlp, RoutedExperts):
         yield "a feed-forward that runs by a module of its own"
     norms = layer.input_norm, layer.mlp_norm, layer.mixer_out_norm, layer.mlp_out_norm

@@ -26,7 +26,6 @@ from fastspec.generation.decoder_layer import (
     Product,
     RmsNorm,
     Rotary,
-    StoredGated,
     StoredLinears,
     Summed,
     gated,
@@ -390,11 +389,12 @@ def mlp_of(parts: Adapter, mlp: Any, ops: Ops) -> Product:
         kind, stored = gate_of(mlp, parts.act), stored_layers((mlp.gate_proj, mlp.up_proj))
         if kind is None or stored is None:
             return _gated_apart(parts, mlp, ops)
-        return StoredGated(StoredLinears(ops, stored, kind), product_of((mlp.down_proj,), ops, parts=True))
+        return Gated(StoredLinears(ops, stored, kind), product_of((mlp.down_proj,), ops, parts=True))
     if parts.gate_up and own and all(map(is_plain, (getattr(mlp, parts.gate_up), mlp.down_proj))):
         kind = gate_of(mlp, parts.act)
         if kind is not None:
-            return Gated(product(ops, (getattr(mlp, parts.gate_up),)), product(ops, (mlp.down_proj,), parts=True), kind)
+            gate_up = product(ops, (getattr(mlp, parts.gate_up),), kind=kind)
+            return Gated(gate_up, product(ops, (mlp.down_proj,), parts=True))
     for compute, is_stored in ((ops.experts, False), (ops.stored_experts, True)):
         if parts.mixture is not None and compute is not None and is_mixture(parts.mixture, mlp, stored=is_stored):
             return mixture_of(parts.mixture, mlp, ops)

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastspec.kernels.arguments import CONTIGUOUS, expect
 from fastspec.kernels.drafting.fused import attention as mixing
 from fastspec.kernels.drafting.fused import phases
 from fastspec.kernels.launch import stages_within
@@ -153,24 +154,10 @@ def draft_kernel(
             phases.product(p_wide, p_qkv, p_parts, rows, pid, programs, E, 2 * H, S_QKV, BR, BN, BK, STAGES)
             phases.prefetch(p_o, rows, pid, H, HQ * D, S_O, False, BR, BN, BK, AHEAD_LONG)
             goal = phases.grid_barrier(p_count, goal)
-            keys = (
-                p_parts,
-                p_cos,
-                p_sin,
-                p_k,
-                p_v,
-                p_lengths,
-                p_words,
-                p_mix,
-                p_peak,
-                p_mass,
-                stride_b,
-                stride_h,
-                nodes,
-                level,
-            )
+            read = p_parts, p_cos, p_sin, p_k, p_v, p_lengths, p_words, p_mix, p_peak, p_mass
+            at = stride_b, stride_h, nodes, level
             mixing.attention(
-                *keys, B, pid, programs, HQ, HKV, D, S_QKV, HALF, TOP, W, SPLITS, BM, BNODES, BJ, SCALE, STAGES_KV
+                *read, *at, B, pid, programs, HQ, HKV, D, S_QKV, HALF, TOP, W, SPLITS, BM, BNODES, BJ, SCALE, STAGES_KV
             )
             goal = phases.grid_barrier(p_count, goal)
             mixing.join_splits(p_mix, p_peak, p_mass, p_mixed, rows * HQ, pid, programs, D, SPLITS)
@@ -210,17 +197,16 @@ def draft_kernel(
     phases.leave(p_count, p_left)
 
 
-@dataclass(frozen=True, slots=True)
-class DraftWeights:
-    """The weights of one head as the kernel reads them, all contiguous and of one dtype, and the switches of its layer.
+class HeadTensors(NamedTuple):
+    """The weights of one head in the kernel's order, all contiguous and of one dtype.
 
-    embedding [vocabulary, H] (any float dtype), fc [H, taps * H_t], fc_norm [taps, H_t] or None, qkv [E, 2 * H], o [H,
-    Hq * D], gate_up [2 * I, H], down [H, I], lm_head [V, H], the norms [H], d2t [V] int64.
+    embedding [vocabulary, H] (any float dtype), fc [H, taps * H_t], fc_norm [taps, H_t] (any where the head has none),
+    qkv [E, 2 * H], o [H, Hq * D], gate_up [2 * I, H], down [H, I], lm_head [V, H], the norms [H], d2t [V] int64.
     """
 
     embedding: Tensor
     fc: Tensor
-    fc_norm: Tensor | None
+    fc_norm: Tensor
     input_norm: Tensor
     hidden_norm: Tensor
     qkv: Tensor
@@ -231,17 +217,14 @@ class DraftWeights:
     norm: Tensor
     lm_head: Tensor
     d2t: Tensor
-    heads: int
-    kv_heads: int
-    taps: int
-    eps: float
-    norm_before_residual: bool
-    norm_output: bool
 
-    @property
-    def size(self) -> int:
-        """Channels of one attention head."""
-        return self.o.shape[1] // self.heads
+
+@dataclass(frozen=True, slots=True)
+class DraftWeights:
+    """The weights of a head, and its HeadConfig."""
+
+    tensors: HeadTensors
+    config: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,8 +262,7 @@ def supports(config: Any) -> bool:
 
 
 def draft_weights(bound: Any, qkv: Tensor, gate_up: Tensor) -> DraftWeights:
-    """The weights of a BoundHead; qkv [E, 2 * H] and gate_up [2 * I, H] are its projections, one after another in one
-    tensor."""
+    """The weights of a BoundHead; qkv [E, 2 * H] and gate_up [2 * I, H] are its projections, one after another."""
     head, embed = bound.module, bound.binding.embedding
     c, layer = head.config, head.layers[0]
     if not supports(c):
@@ -291,11 +273,11 @@ def draft_weights(bound: Any, qkv: Tensor, gate_up: Tensor) -> DraftWeights:
         raise ValueError(
             f"the target's embedding is a {type(embed).__name__}; the fused drafter reads a plain torch.nn.Embedding"
         )
-    fc_norm = None if head.fc_norm is None else torch.stack([norm.weight.detach() for norm in head.fc_norm])
-    weights = DraftWeights(
+    fc_norms = head.fc_norm or [head.norm]
+    weights = HeadTensors(
         embed.weight.detach(),
         head.fc.weight.detach(),
-        fc_norm,
+        torch.stack([norm.weight.detach() for norm in fc_norms]),
         layer.input_layernorm.weight.detach(),
         layer.hidden_norm.weight.detach(),
         qkv,
@@ -306,28 +288,13 @@ def draft_weights(bound: Any, qkv: Tensor, gate_up: Tensor) -> DraftWeights:
         head.norm.weight.detach(),
         bound.readout().weight.detach(),
         head.d2t,
-        c.num_attention_heads,
-        c.num_key_value_heads,
-        len(c.taps),
-        c.rms_norm_eps,
-        c.norm_before_residual,
-        c.norm_output,
     )
-    size, width = c.head_dim, c.hidden_size
-    expected = {
-        "qkv": (qkv, ((c.num_attention_heads + 2 * c.num_key_value_heads) * size, 2 * width)),
-        "gate_up": (gate_up, (2 * c.intermediate_size, width)),
-    }
-    for name, (tensor, shape) in expected.items():
-        if tensor.shape != shape or tensor.dtype != weights.fc.dtype:
-            raise ValueError(
-                f"{name} is {tuple(tensor.shape)} {tensor.dtype}; this head needs {shape} {weights.fc.dtype}"
-            )
-    for name in DraftWeights.__slots__:
-        value = getattr(weights, name)
-        if isinstance(value, Tensor) and not value.is_contiguous():
-            raise ValueError(f"{name} has strides {value.stride()}; the fused drafter reads contiguous weights")
-    return weights
+    channels, dtype = (c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim, weights.fc.dtype
+    expect("the fused drafter", (channels, 2 * c.hidden_size), dtype, CONTIGUOUS, qkv=qkv)
+    expect("the fused drafter", (2 * c.intermediate_size, c.hidden_size), dtype, CONTIGUOUS, gate_up=gate_up)
+    for name, tensor in weights._asdict().items():
+        expect("the fused drafter", tensor.shape, None, CONTIGUOUS, **{name: tensor})
+    return DraftWeights(weights, c)
 
 
 @lru_cache
@@ -355,20 +322,12 @@ def _tiles(dtype: torch.dtype, rows: int) -> dict[str, int]:
     height, common = min(64, _power(rows, 16)), {"WARPS": 4, "AHEAD": 0, "AHEAD_LONG": 0, "STAGES_KV": 2}
     if dtype == torch.float32:
         return common | {"BR": min(32, height), "BN": 32, "BK": 32, "BV": 64, "BKV": 32, "BJ": 16, "STAGES": 3}
-    return common | {
-        "BR": height,
-        "BN": 64,
-        "BK": 128,
-        "BV": 128,
-        "BKV": 64,
-        "BJ": 64,
-        "STAGES": 4 if height < 64 else 3,
-    }
+    halves = {"BR": height, "BN": 64, "BK": 128, "BV": 128, "BKV": 64, "BJ": 64}
+    return common | halves | {"STAGES": 4 if height < 64 else 3}
 
 
 def _programs(device: torch.device, dtype: torch.dtype, m: dict[str, Any]) -> int:
-    """Programs that are on the device together: two per multiprocessor where their shared memory and registers (255 a
-    thread) fit."""
+    """Programs on the device together: two per multiprocessor where shared memory and registers (255 a thread) fit."""
     count, memory = _multiprocessors(device)
     products = m["STAGES"] * max((m["BN"] + m["BR"]) * m["BK"], (m["BV"] + m["BR"]) * m["BKV"])
     attention = (m["BM"] + 2 * m["STAGES_KV"] * m["BJ"]) * m["D"]
@@ -392,13 +351,13 @@ def draft_space(
     `programs` must fit on the device together; None takes two per multiprocessor where they do. `launch` replaces
     entries of the table in `_tiles`. Raises ValueError for sizes that make no tree and for an unknown entry.
     """
-    w, device = weights, weights.fc.device
-    if not 1 <= top_k <= w.lm_head.shape[0]:
-        raise ValueError(f"top_k is {top_k}; accepted are 1 to the draft vocabulary's {w.lm_head.shape[0]}")
+    w, c, device = weights.tensors, weights.config, weights.tensors.fc.device
+    (vocabulary, width), inner, size = w.lm_head.shape, w.down.shape[1], c.head_dim
+    heads, kv_heads, tap_width = c.num_attention_heads, c.num_key_value_heads, c.target_hidden_size
+    if not 1 <= top_k <= vocabulary:
+        raise ValueError(f"top_k is {top_k}; accepted are 1 to the draft vocabulary's {vocabulary}")
     if rows < 1 or pairs < 0 or depth < 0:
         raise ValueError(f"rows={rows}, pairs={pairs}, depth={depth}; accepted are at least 1, 0 and 0")
-    vocabulary, width = w.lm_head.shape
-    inner, heads, kv_heads, size = w.down.shape[1], w.heads, w.kv_heads, w.size
     most, words = rows * max(pairs, top_k), -(-depth * top_k // 64) or 1
     sizes = {"D": size, "BM": _power(heads // kv_heads * max(pairs, top_k), 16)}
     meta: dict[str, Any] = _tiles(w.fc.dtype, most)
@@ -417,22 +376,22 @@ def draft_space(
         "PAIRS": pairs,
         "TOP": top_k,
         "DEPTH": depth,
-        "TAPS": w.taps,
-        "HT": w.fc.shape[1] // w.taps,
+        "TAPS": len(c.taps),
+        "HT": tap_width,
         "H": width,
         "INNER": inner,
         "HQ": heads,
         "HKV": kv_heads,
         "V": vocabulary,
-        "EPS": w.eps,
+        "EPS": c.rms_norm_eps,
         "SCALE": size**-0.5,
-        "FC_NORM": w.fc_norm is not None,
-        "NORM_RESIDUAL": w.norm_before_residual,
-        "FED_NORM": w.norm_output,
+        "FC_NORM": c.fc_norm,
+        "NORM_RESIDUAL": c.norm_before_residual,
+        "FED_NORM": c.norm_output,
         "SPLITS": 1 << (per_key_head.bit_length() - 1),
         "BNODES": _power(max(pairs, top_k), 16),
         "BH": _power(width),
-        "BHT": _power(w.fc.shape[1] // w.taps),
+        "BHT": _power(tap_width),
         "BT": _power(tiles),
         "BC": min(4096, _power(tiles * top_k)),
         "BTOP": _power(top_k),
@@ -441,37 +400,22 @@ def draft_space(
     }
     parts = max(splits[name] * most * n for name, (n, _) in outputs.items())
 
-    def floats(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=device)
+    def made(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
+        return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
 
-    def states(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=w.fc.dtype, device=device)
-
-    def whole(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int64, device=device)
-
-    # wide, x, mixed, act, residual, after, hidden, parts; mix, peak, mass; keys, high, total; score, front, words;
+    nodes, frontier = most * heads, rows * top_k
+    states = (most, width), (most, heads * size), (most, inner), (most, width), (most, width), (most, width)
+    parted, tiled = (nodes, meta["SPLITS"]), (frontier, tiles)
+    # wide, x, mixed, act, residual, after, hidden; parts, mix, peak, mass; keys; high, total, score; front; words;
     # count, left
     buffers = (
-        states(max(rows * pairs * w.fc.shape[1], most * 2 * width)),
-        states(most, width),
-        states(most, heads * size),
-        states(most, inner),
-        states(most, width),
-        states(most, width),
-        states(most, width),
-        floats(parts),
-        floats(most * heads, meta["SPLITS"], size),
-        floats(most * heads, meta["SPLITS"]),
-        floats(most * heads, meta["SPLITS"]),
-        whole(rows * top_k, tiles, top_k),
-        floats(rows * top_k, tiles),
-        floats(rows * top_k, tiles),
-        floats(rows * top_k),
-        whole(rows * top_k),
-        whole(2, rows * top_k, words),
-        torch.zeros(1, dtype=torch.int32, device=device),
-        torch.zeros(1, dtype=torch.int32, device=device),
+        *made(w.fc.dtype, (max(rows * pairs * w.fc.shape[1], most * 2 * width),), *states),
+        *made(torch.float32, (parts,), (*parted, size), parted, parted),
+        torch.zeros(*tiled, top_k, dtype=torch.int64, device=device),
+        *made(torch.float32, tiled, tiled, (frontier,)),
+        torch.zeros(frontier, dtype=torch.int64, device=device),
+        torch.zeros(2, frontier, words, dtype=torch.int64, device=device),
+        *(torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2)),
     )
     warps = meta.pop("WARPS")
     options = {"num_warps": warps, "launch_cooperative_grid": True} if device.type == "cuda" else {}
@@ -503,57 +447,40 @@ def draft(
     / 2] fp32 are tables by position. Returns the candidates in order of growth: scores [B, M] fp32, tokens [B, M] int64
     and parents [B, M] int64, candidate indices or -1; `out` are tensors to write them to.
     """
-    w, s = weights, space
-    rows, width, dtype = s.rows, w.lm_head.shape[1], w.fc.dtype
-    wanted = {
-        "last": (last, (rows, width), dtype),
-        "readout": (readout, (rows, width), dtype),
-        "lengths": (lengths, (rows,), torch.int64),
-        "cos": (cos, sin.shape, torch.float32),
-        "sin": (sin, cos.shape, torch.float32),
-    }
+    w, c, s = weights.tensors, weights.config, space
+    rows, dtype, op = s.rows, w.fc.dtype, "draft"
+    expect(op, (rows, w.lm_head.shape[1]), dtype, CONTIGUOUS, last=last, readout=readout)
+    expect(op, (rows,), torch.int64, CONTIGUOUS, lengths=lengths)
+    expect(op, cos.shape, torch.float32, CONTIGUOUS, cos=cos, sin=sin)
     if s.pairs:
         if tokens is None or features is None or counts is None:
             raise ValueError(
                 f"this space feeds {s.pairs} pairs per row: give tokens, features and counts, or make a space with "
                 "pairs=0"
             )
-        wanted["tokens"] = (tokens, (rows, s.pairs), torch.int64)
-        wanted["features"] = (features, (rows, s.pairs, w.fc.shape[1]), dtype)
-        wanted["counts"] = (counts, (rows,), torch.int64)
-    for name, (tensor, shape, kind) in wanted.items():
-        if tuple(tensor.shape) != tuple(shape) or tensor.dtype != kind or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} is {tuple(tensor.shape)} {tensor.dtype} {tensor.stride()}; expected contiguous "
-                f"{tuple(shape)} {kind}"
-            )
+        expect(op, (rows, s.pairs), torch.int64, CONTIGUOUS, tokens=tokens)
+        expect(op, (rows, s.pairs, w.fc.shape[1]), dtype, CONTIGUOUS, features=features)
+        expect(op, (rows,), torch.int64, CONTIGUOUS, counts=counts)
     slots, need = k_cache.shape[2], limit + max(s.pairs, s.depth * s.top_k)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        fits = (
-            tuple(cache.shape) == (rows, w.kv_heads, slots, w.size)
-            and cache.dtype == dtype
-            and cache.stride() == k_cache.stride()
-        )
-        if not fits or cache.stride()[2:] != (w.size, 1) or slots < need or cos.shape[0] < need:
+        expect(op, (rows, c.num_key_value_heads, slots, c.head_dim), dtype, **{name: cache})
+        laid = cache.stride() == k_cache.stride() and cache.stride()[2:] == (c.head_dim, 1)
+        if not laid or min(slots, len(cos)) < need:
             raise ValueError(
-                f"{name} is {tuple(cache.shape)} {cache.dtype} {cache.stride()} with {cos.shape[0]} positions in the "
-                "tables; expected "
-                f"{(rows, w.kv_heads, slots, w.size)} {dtype}, slots and channels contiguous, of at least {need} "
-                "slots and positions"
+                f"draft: {name} is {list(cache.shape)}, strides {cache.stride()}, with {len(cos)} positions in the "
+                f"tables; accepted are slots and channels that are contiguous, and {need} slots and positions or more"
             )
     grown = rows, s.top_k + s.depth * s.top_k**2
     kinds = (torch.float32, torch.int64, torch.int64)
     scores, out_tokens, parents = out or (torch.empty(grown, dtype=kind, device=last.device) for kind in kinds)
-    for name, tensor, kind in zip(("scores", "tokens", "parents"), (scores, out_tokens, parents), kinds, strict=True):
-        if tuple(tensor.shape) != grown or tensor.dtype != kind or not tensor.is_contiguous():
-            raise ValueError(
-                f"out's {name} is {tuple(tensor.shape)} {tensor.dtype}; expected contiguous {grown} {kind}"
-            )
-    none = lengths  # stands for a pointer that is not read
+    expect(op, grown, torch.float32, CONTIGUOUS, scores=scores)
+    expect(op, grown, torch.int64, CONTIGUOUS, tokens=out_tokens, parents=parents)
+    if tokens is None or features is None or counts is None:  # not read
+        tokens, features, counts = lengths, last, lengths
     draft_kernel[(s.programs,)](
-        none if tokens is None else tokens,
-        last if features is None else features,
-        none if counts is None else counts,
+        tokens,
+        features,
+        counts,
         last,
         readout,
         k_cache,
@@ -561,26 +488,13 @@ def draft(
         lengths,
         cos,
         sin,
-        w.embedding,
-        w.fc,
-        w.norm if w.fc_norm is None else w.fc_norm,
-        w.input_norm,
-        w.hidden_norm,
-        w.qkv,
-        w.o,
-        w.mlp_norm,
-        w.gate_up,
-        w.down,
-        w.norm,
-        w.lm_head,
-        w.d2t,
+        *w,
         scores,
         out_tokens,
         parents,
         s.buffers,
         limit,
-        k_cache.stride(0),
-        k_cache.stride(1),
+        *k_cache.stride()[:2],
         HALF=cos.shape[1],
         **s.meta,
         **s.options,

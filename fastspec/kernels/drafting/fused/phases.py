@@ -21,8 +21,7 @@ LEAST = tl.constexpr(-(2**63))
 
 @triton.jit
 def grid_barrier(p_count, goal):
-    """Wait until `goal` arrivals have been counted; what any program wrote before is then visible to all. One program
-    passes at once."""
+    """Wait until `goal` arrivals have been counted; what any program wrote before is then visible to all."""
     tl.debug_barrier()
     seen = tl.atomic_add(p_count, 1, sem="acq_rel") + 1
     while seen < goal:
@@ -51,8 +50,7 @@ def normed(x, p_weight, o_h, m_h, H: tl.constexpr, EPS: tl.constexpr):
 
 @triton.jit
 def weight_rows(tile, N: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr):
-    """The rows of a weight that a tile multiplies; those of gate and up lie side by side. Past the end the last row
-    repeats."""
+    """Rows of a weight that a tile multiplies, of gate and up side by side. Past the end the last row repeats."""
     o_n = tl.arange(0, BN)
     if GATED:
         return tl.minimum(tile * (BN // 2) + o_n // 2, N // 2 - 1) + (o_n % 2) * (N // 2)
@@ -74,8 +72,7 @@ def product_tile(
     BK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """x [R, K] at rows o_r times w [N, K] at rows o_n, over the steps first .. last - 1 of BK channels -> [BR, BN]
-    fp32."""
+    """x [R, K] at rows o_r times w [N, K] at rows o_n, over steps first .. last - 1 of BK channels -> [BR, BN] fp32."""
     acc = tl.zeros((BR, BN), tl.float32)
     o_k = tl.arange(0, BK)
     p_xs = p_x + o_r.to(tl.int64)[:, None] * K + o_k[None, :]
@@ -113,9 +110,8 @@ def product(
     STEPS: tl.constexpr = (K + BK - 1) // BK
     EACH: tl.constexpr = (STEPS + S - 1) // S
     TILES: tl.constexpr = (N + BN - 1) // BN
-    for item in range(
-        pid, TILES * S * row_tiles, programs
-    ):  # row tiles of one weight tile follow each other: it stays in the L2
+    # row tiles of one weight tile follow each other: it stays in the L2
+    for item in range(pid, TILES * S * row_tiles, programs):
         o_r = (item % row_tiles) * BR + tl.arange(0, BR)
         tile, part = (item // row_tiles) // S, (item // row_tiles) % S
         o_w = weight_rows(tile, N, BN, False)
@@ -141,8 +137,7 @@ def gated_product(
     BK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """silu(x times gate) * (x times up), w [2 * INNER, K] holding gate, then up -> out [R, INNER]; rounded where
-    `swiglu` rounds."""
+    """silu(x gate) * x up, w [2 * INNER, K] holding gate, then up -> out [R, INNER]; rounded where `swiglu` rounds."""
     row_tiles = tl.cdiv(rows, BR)
     STEPS: tl.constexpr = (K + BK - 1) // BK
     TILES: tl.constexpr = (2 * INNER + BN - 1) // BN

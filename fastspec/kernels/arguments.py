@@ -1,0 +1,35 @@
+"""Checks of the tensors that a kernel's host function is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+ANYHOW, PACKED, CONTIGUOUS = "", ", with a contiguous last dimension", ", contiguous"
+"""How a tensor has to lie."""
+
+
+def packed(x: Tensor) -> bool:
+    """True where the last dimension is contiguous."""
+    return x.shape[-1] <= 1 or x.stride(-1) == 1
+
+
+def strides(most: int, *tensors: Tensor) -> list[int]:
+    """The first `most` strides of each of these tensors, one tensor after another."""
+    return [stride for each in tensors for stride in each.stride()[:most]]
+
+
+def expect(
+    op: str, shape: Sequence[int | str], dtype: torch.dtype | None, lies: str = ANYHOW, /, **given: Tensor
+) -> None:
+    """Raise ValueError, naming the op and the tensor, for one that has not this shape, in which a name stands for any
+    size, or not this dtype (None: any), or does not lie so."""
+    for name, x in given.items():
+        sizes = zip(x.shape, shape, strict=False)
+        fits = x.dim() == len(shape) and all(want == size or isinstance(want, str) for size, want in sizes)
+        laid = packed(x) if lies == PACKED else lies == ANYHOW or x.is_contiguous()
+        if not fits or not laid or x.dtype != (dtype or x.dtype):
+            accepted = f"[{', '.join(map(str, shape))}]{'' if dtype is None else f' {dtype}'}{lies}"
+            raise ValueError(f"{op}: {name} is {list(x.shape)} {x.dtype}, strides {x.stride()}; accepted is {accepted}")
