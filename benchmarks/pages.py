@@ -470,14 +470,14 @@ def exact() -> str:
 
 
 def exact_rounds() -> str:
-    """Milliseconds of a round by the fast kernels and by those of the same bits."""
-    cells = []
-    ones = [(each, 1) for each in ("llama-8b", "qwen2.5-7b", "qwen3-4b", "llama-3b", "qwen2-1.5b", "smollm2-135m")]
-    for (shape, batch), method in product([*ones, ("llama-8b", 8)], ("autoregressive", "eagle3")):
-        wanted = {"shape": shape, "batch": batch, "method": method}
-        fast, same = (one("exact_rounds_h200", sums=sums, **wanted)["round_ms"] for sums in ("fast", "exact"))
-        cells.append([f"{shape}, `{method}`", str(batch), shown(fast, 2), shown(same, 2), shown(same / fast, 2)])
-    return markdown(["", "rows", "fast: ms", "exact: ms", "ratio"], cells)
+    """Milliseconds of a round and of its prompts by the fast kernels, and how many times as long the same bits take."""
+    found, cells = rows("exact_rounds_h200"), []
+    for fast, same in zip(found[::2], found[1::2], strict=True):
+        assert (fast["sums"], same["sums"]) == ("fast", "exact")
+        times = [(shown(fast[name], 2), shown(same[name] / fast[name], 2)) for name in ("round_ms", "prefill_ms")]
+        where = f"{fast['shape']}, `{fast['method']}`", str(fast["batch"]), shown(fast["prefix"])
+        cells.append([*where, *times[0], *times[1]])
+    return markdown(["", "rows", "tokens before", "fast: ms", "exact", "prompts, fast: ms", "exact"], cells)
 
 
 NO_FIELDS = ("device", "help", "model_option")
