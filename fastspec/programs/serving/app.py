@@ -28,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 
 from fastspec.errors import Unsupported
 from fastspec.patches.continuous import PromptBatch
+from fastspec.programs.serving import requests
 from fastspec.programs.serving.answers import Event
 from fastspec.programs.serving.batch import Here, Served
 from fastspec.programs.serving.fields import IS_TEXT, TOKENS, TRUTH, Check
@@ -35,25 +36,13 @@ from fastspec.programs.serving.forms import ChatForm, CompletionForm, Form, Json
 from fastspec.programs.serving.messages import COUNTED, MESSAGE, MessageForm
 from fastspec.programs.serving.middleware import PAGE, RequestMiddleware, error_on
 from fastspec.programs.serving.remote import Remote
-from fastspec.programs.serving.requests import (
-    CHAT,
-    COMPLETION,
-    RESPONSE,
-    AnswerRequest,
-    Limits,
-    Refused,
-    Route,
-    check,
-    check_tokens,
-    parse,
-    unknown_model,
-)
+from fastspec.programs.serving.requests import AnswerRequest, Limits, Refused, Route, check, unknown_model
 from fastspec.programs.serving.server import ServedAnswers, Server
 
 ANSWERED: dict[str, tuple[Route, type[Form]]] = {
-    "/v1/chat/completions": (CHAT, ChatForm),
-    "/v1/completions": (COMPLETION, CompletionForm),
-    "/v1/responses": (RESPONSE, ResponseForm),
+    "/v1/chat/completions": (requests.CHAT, ChatForm),
+    "/v1/completions": (requests.COMPLETION, CompletionForm),
+    "/v1/responses": (requests.RESPONSE, ResponseForm),
     "/v1/messages": (MESSAGE, MessageForm),
 }
 REQUEST_ID = "x-request-id"
@@ -83,7 +72,7 @@ def tokenize(server: Server, body: Any) -> JsonObject:
         ids = server.ids(body["prompt"], special=body.get("add_special_tokens", True))
     else:
         given = {name: body[name] for name in OF_TEMPLATES if name in body}
-        asked = server.read(given, CHAT)
+        asked = server.read(given, requests.CHAT)
         ids = server.templated(asked, body.get("add_generation_prompt", True)).ids
     names = server.tokenizer.convert_ids_to_tokens(ids) if body.get("return_token_strs") else None
     return {"count": len(ids), "max_model_len": server.batch.max_length, "tokens": ids, "token_strs": names}
@@ -92,7 +81,7 @@ def tokenize(server: Server, body: Any) -> JsonObject:
 def detokenize(server: Server, body: Any) -> JsonObject:
     """The text of tokens, special ones included."""
     ids = check(body, DETOKENIZE, server.name)["tokens"]
-    check_tokens("tokens", ids, server.batch.model.config.get_text_config().vocab_size)
+    requests.check_tokens("tokens", ids, server.batch.model.config.get_text_config().vocab_size)
     return {"prompt": server.tokenizer.decode(ids)}
 
 
@@ -203,7 +192,7 @@ def _answering(made_of: Callable[[str, bytes], Awaitable[Response]]) -> Any:
 
 def _parsed(body: bytes) -> Any:
     try:
-        return parse(body.decode("utf-8-sig"))
+        return requests.parse(body.decode("utf-8-sig"))
     except ValueError as error:
         raise Refused(f"the body is not a JSON object: {error}") from error
 
@@ -258,6 +247,8 @@ def _told(error: Exception) -> tuple[str, int, str | None, dict[str, str] | None
     """(message, status, code, headers) of an error."""
     if isinstance(error, Refused):
         return str(error), error.status, error.code, error.headers
+    if isinstance(error, Unsupported):
+        return str(error), 400, None, None
     return f"{type(error).__name__}: {error}", 500, None, None
 
 
