@@ -107,13 +107,13 @@ class AnswerRequest:
         return self.n * max(1, len(self.prompts))
 
 
-SAMPLING = ("seed", "top_k", "min_p", "repetition_penalty", "generation_config", "assistant", "structured_outputs")
-SAMPLING += ("price",)
+SAMPLING = {"seed", "top_k", "min_p", "repetition_penalty", "generation_config", "assistant", "structured_outputs"}
+SAMPLING |= {"price"}
 """Fields of all routes that OpenAI's interface does not have, or not everywhere."""
 
 
 def _route(needs: str, own: dict[str, Check], params: Any, *more: str) -> Route:
-    return Route((needs,), frozenset(params.__annotations__) | {*SAMPLING, *more}, own)
+    return Route((needs,), frozenset(params.__annotations__) | SAMPLING | {*more}, own)
 
 
 OF_CHAT, OF_COMPLETION = chat_params.CompletionCreateParamsStreaming, completion_params.CompletionCreateParamsStreaming

@@ -396,8 +396,8 @@ class Server:
     def _reader(self, asked: AnswerRequest, prompt: ReadPrompt) -> AnswerReader:
         names, structure = self.names if asked.logprobs is not None else None, asked.structure
         if structure is not None and structure.calls:
-            parser = reading.CallsParser(structure.tool)
-            return AnswerReader(self.tokenizer, parser, self.special, asked.stop, names)
+            calls = reading.CallsParser(structure.tool)
+            return AnswerReader(self.tokenizer, calls, self.special, asked.stop, names)
         if asked.prompts or self.template is None or (structure is not None and not structure.opening):
             return AnswerReader(self.tokenizer, None, stop=asked.stop, names=names)
         ends = end_tokens(asked.config, self.batch.model.generation_config) & self.special
