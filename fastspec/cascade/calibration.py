@@ -50,10 +50,8 @@ def expected_calibration_error(
     """
     p, y = (torch.as_tensor(each, dtype=torch.float64, device="cpu") for each in (probabilities, labels))
     if p.dim() != 1 or p.shape != y.shape or not len(p) or bins < 1:
-        raise Unsupported(
-            f"calibration error: probabilities {tuple(p.shape)} and labels {tuple(y.shape)} must be [n], n >= 1; "
-            f"bins={bins}"
-        )
+        shapes = f"probabilities {tuple(p.shape)} and labels {tuple(y.shape)} must be [n], n >= 1"
+        raise Unsupported(f"calibration error: {shapes}; bins={bins}")
     bucket = ((p * bins).ceil().long() - 1).clamp(0, bins - 1)
     sums = torch.zeros(bins, dtype=torch.float64, device="cpu").index_add(0, bucket, y - p).tolist()
     return sum(map(abs, sums)) / len(p)
@@ -73,18 +71,14 @@ def pool_adjacent_violators(values: Sequence[float], weights: Sequence[float]) -
 
 @dataclass(frozen=True, slots=True)
 class Calibrator:
-    """A non-decreasing map from a logit to a probability.
-
-    sigmoid(logit / temperature); or, with `knots`, the sigmoid of the straight lines through (knot, value), constant
-    beyond the ends.
-    """
+    """A non-decreasing map from a logit to a probability: sigmoid(logit / temperature); or, with `knots`, the sigmoid
+    of the straight lines through (knot, value), constant beyond the ends."""
 
     temperature: float = 1.0
     knots: tuple[float, ...] = ()
     values: tuple[float, ...] = ()
 
     def __call__(self, logit: float) -> float:
-        """The calibrated probability of one finite logit."""
         if not self.knots:
             return sigmoid(logit / self.temperature)
         at = bisect_right(self.knots, logit)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -49,10 +49,9 @@ class Scores:
     point: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.quality or len(self.tokens) != len(self.quality) - 1:
-            raise Unsupported(
-                f"Scores: {len(self.quality)} qualities need one expected token count fewer, not {len(self.tokens)}"
-            )
+        count = len(self.quality)
+        if not count or len(self.tokens) != count - 1:
+            raise Unsupported(f"Scores: {count} qualities need one expected token count fewer, not {len(self.tokens)}")
         if not self.point:
             counts = (math.log(max(each, 1.0)) for each in self.tokens)
             object.__setattr__(self, "point", (*map(logit, self.quality), *counts))
@@ -72,8 +71,8 @@ class QualityTable:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Milliseconds by stage: token_ms per generated token; verify_ms per verified token of a handed answer (0 for stage
-    0); start_ms for the prefill, or the hand-over. Raises `Unsupported` for numbers below 0."""
+    """Milliseconds by stage: per generated token, per verified token of a handed answer (0 for stage 0), and for the
+    prefill or the hand-over. Raises `Unsupported` for numbers below 0."""
 
     token_ms: tuple[float, ...]
     verify_ms: tuple[float, ...]
@@ -142,9 +141,7 @@ class Solver:
             raise Unsupported(f"Solver: rates of {len(rates.token_ms)} stages for a table of {stages}")
         self.neighbours = neighbours if neighbours is not None else min(items - 1, max(8, round(math.sqrt(items))))
         if not 1 <= self.neighbours < items:
-            raise Unsupported(
-                f"Solver: neighbours={neighbours} must be at least 1 and less than the {items} items of the table"
-            )
+            raise Unsupported(f"Solver: neighbours={neighbours} must lie in 1 .. {items - 1}, of {items} items")
         self.stages = stages
         self._quality = tuple(each.double() for each in table.quality)
         self._costs = rates.costs(table.fresh, table.kept)
@@ -159,14 +156,11 @@ class Solver:
     def decide(self, stage: int, scores: Scores, price: float) -> Decision:
         """Stop or go on, for a request that `stage` has answered, at a price (ms) of a bad answer. Raises `Unsupported`
         for an unknown stage, scores of another stage, and a price below 0 or not finite."""
-        if not 0 <= stage < self.stages or len(scores.quality) != self.stages - stage:
-            raise Unsupported(
-                f"Solver: scores of {len(scores.quality)} stages do not fit stage {stage} of {self.stages}"
-            )
+        count = len(scores.quality)
+        if not 0 <= stage < self.stages or count != self.stages - stage:
+            raise Unsupported(f"Solver: scores of {count} stages do not fit stage {stage} of {self.stages}")
         if not 0 <= price < math.inf:
-            raise Unsupported(
-                f"Solver: price={price} must be a finite number of at least 0: what a bad answer costs, in milliseconds"
-            )
+            raise Unsupported(f"Solver: price={price} of a bad answer must be finite and at least 0, in milliseconds")
         stop = price * (1 - scores.quality[0])
         if stage == self.stages - 1:
             return Decision(True, stop, math.inf)
@@ -185,8 +179,8 @@ class Solver:
         inner = range(1, self.stages - 1)
         losses = [price * (1 - self._quality[k][:, 0]) for k in inner]
         losses.append(price * (1 - self._quality[self.stages - 2][:, 1]))
-        means: list[Operator] = [partial(_mean, self._near[k]) for k in inner[:-1]]
-        values = backward(losses, [self._ahead[k] for k in inner], [*means, _same])
+        means: list[Operator] = [lambda values, near=self._near[k]: values[near].mean(1) for k in inner[:-1]]
+        values = backward(losses, [self._ahead[k] for k in inner], [*means, lambda values: values])
         return {k: self._costs[:, k] + value for k, value in zip(inner, values[:-1], strict=True)}
 
     def _all_near(self, stage: int) -> Tensor:
@@ -198,14 +192,6 @@ class Solver:
             distances[rows, start + rows] = math.inf
             found.append(distances.topk(self.neighbours, 1, largest=False, sorted=False).indices)
         return torch.cat(found)
-
-
-def _mean(near: Tensor, values: Tensor) -> Tensor:
-    return values[near].mean(1)
-
-
-def _same(values: Tensor) -> Tensor:
-    return values
 
 
 def mixed(rule: str, alpha: float | str, p: Tensor, q: Tensor, p_raw: Tensor, q_raw: Tensor) -> Tensor:
@@ -268,23 +254,21 @@ class Visit:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The stages that a request went through, in order; the last one answered."""
+    """The stages that a request went through, in order; `stage`, the last one, answered. `reused` are the tokens that
+    stages took over from the ones before, `milliseconds` the time of all."""
 
     visits: tuple[Visit, ...]
 
     @property
     def stage(self) -> int:
-        """The stage whose answer was returned."""
         return self.visits[-1].stage
 
     @property
     def reused(self) -> int:
-        """Tokens that stages took over from the ones before."""
         return sum(visit.kept_tokens for visit in self.visits)
 
     @property
     def milliseconds(self) -> float:
-        """Time that the stages took."""
         return sum(visit.milliseconds for visit in self.visits)
 
     def __str__(self) -> str:

@@ -102,9 +102,8 @@ class CacheManager:
         size = sum(each.numel() * each.element_size() for pair in layers for each in pair)
         if size > self.budget:
             raise Unsupported(
-                f"the keys and values of {len(held)} tokens of stage {stage} take {size} bytes, and the budget for "
-                f"what is kept is {self.budget} bytes: allow at least {size}, or keep nothing between calls (Cascade: "
-                f"memory={size}, or memory=None)"
+                f"the keys and values of {len(held)} tokens of stage {stage} take {size} bytes, and the budget is "
+                f"{self.budget} bytes: allow more (Cascade: memory={size}), or keep nothing between calls (memory=None)"
             )
         if len(held) < self.least:
             return
@@ -211,24 +210,22 @@ class CacheManager:
 
 def _check(stage: int, tokens: array[int], layers: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Refuse keys and values that are not those of one row of these tokens."""
-    shapes = [tuple(each.shape) for pair in layers for each in pair]
-    wrong = next((shape for shape in shapes if len(shape) != 4 or shape[0] != 1 or shape[2] != len(tokens)), None)
+    shapes, count = [tuple(each.shape) for pair in layers for each in pair], len(tokens)
+    wrong = next((shape for shape in shapes if len(shape) != 4 or shape[0] != 1 or shape[2] != count), None)
     if not shapes or wrong is not None:
-        raise Unsupported(
-            f"stage {stage}: {f'keys or values of shape {wrong}' if shapes else 'no layer'} given for {len(tokens)} "
-            f"tokens; keys and values per layer must be [1, heads, {len(tokens)}, size]"
-        )
+        given = f"keys or values of shape {wrong}" if shapes else "no layer"
+        wanted = f"keys and values per layer must be [1, heads, {count}, size]"
+        raise Unsupported(f"stage {stage}: {given} given for {count} tokens; {wanted}")
 
 
 def _copies(layers: Iterable[tuple[Tensor, Tensor]], places: list[torch.device], length: int) -> Layers:
     """The first tokens of every layer, copied to a place for each layer."""
+
+    def copy(tensor: Tensor, place: torch.device) -> Tensor:  # with a storage of exactly its own size
+        return tensor[:, :, :length].detach().to(place, copy=True, memory_format=torch.contiguous_format)
+
     pairs = zip(layers, places, strict=True)
-    return [(_copy(keys[:, :, :length], place), _copy(values[:, :, :length], place)) for (keys, values), place in pairs]
-
-
-def _copy(tensor: Tensor, place: torch.device) -> Tensor:
-    """A copy with a storage of exactly its own size."""
-    return tensor.detach().to(place, copy=True, memory_format=torch.contiguous_format)
+    return [(copy(keys, place), copy(values, place)) for (keys, values), place in pairs]
 
 
 def _starts(tokens: array[int], prefix: array[int]) -> bool:

@@ -131,36 +131,33 @@ class Predictor:
         """features [F] fp32 of the answer of `stage` -> `Scores`, whose qualities are the posterior's mean or lower
         quantile `risk`. Raises `Unsupported` for an unknown stage, and features of another size or not finite."""
         if not 0 <= stage < len(self.stages) or features.shape != (len(self.names),):
-            raise Unsupported(
-                f"score: stage {stage} of {len(self.stages)}, features {tuple(features.shape)}; expected "
-                f"[{len(self.names)}]"
-            )
+            given = f"stage {stage} of {len(self.stages)}, features {tuple(features.shape)}"
+            raise Unsupported(f"score: {given}; expected [{len(self.names)}]")
         if not math.isfinite(float(features.sum())):
             raise Unsupported(f"score: the features of stage {stage} are not finite: {features.tolist()}")
         return self._scores(stage, self.heads[stage](features), risk)
 
     def table(self, risk: float | None = None) -> QualityTable:
         """The training items for `fastspec.cascade.decisions.Solver`, under the `risk` of its scores."""
-        quality = []
-        for stage, points in enumerate(self.points):
-            quality.append(_doubles([self._scores(stage, point, risk).quality for point in points.tolist()]))
+        quality = (
+            _doubles([self._scores(stage, point, risk).quality for point in points.tolist()])
+            for stage, points in enumerate(self.points)
+        )
         return QualityTable(tuple(quality), self.points, self.fresh, self.kept)
 
     def _scores(self, stage: int, point: list[float], risk: float | None) -> Scores:
         outlooks = self.outlooks[stage]
         quality = tuple(outlook(logit, risk) for outlook, logit in zip(outlooks, point, strict=False))
-        tokens = tuple(
-            f * math.exp(min(log, 30.0)) for f, log in zip(self.factors[stage], point[len(outlooks) :], strict=True)
-        )
-        return Scores(quality, tokens, tuple(point))
+        logs = zip(self.factors[stage], point[len(outlooks) :], strict=True)
+        return Scores(quality, tuple(factor * math.exp(min(log, 30.0)) for factor, log in logs), tuple(point))
 
     def check(self, stages: Sequence[str]) -> None:
         """Raise `CheckpointError` for a predictor of other stages, by name and order, or of other features."""
         if self.stages != tuple(stages):
+            own, given = (f"{len(each)} stages ({', '.join(each)})" for each in (self.stages, stages))
             raise CheckpointError(
-                f"the predictor was trained for {len(self.stages)} stages ({', '.join(self.stages)}), and the cascade "
-                f"has {len(stages)} ({', '.join(stages)}); train one for these with `fastspec cascade train`, or name "
-                "the stages as it has them"
+                f"the predictor was trained for {own}, and the cascade has {given}; train one for these with "
+                "`fastspec cascade train`, or name the stages as it has them"
             )
         if self.names != NAMES:
             other = sorted(set(self.names) ^ set(NAMES)) or ["another order"]
@@ -284,15 +281,12 @@ def _check_training(
 ) -> None:
     wide = len(stages)
     if isinstance(stages, str) or wide < 2 or len(features) != wide or labels.dim() != 2:
-        raise Unsupported(
-            f"fit: {len(features)} features and labels {tuple(labels.shape)} for stages {stages!r}; at least two are "
-            "needed"
-        )
+        given = f"{len(features)} features and labels {tuple(labels.shape)} for stages {stages!r}"
+        raise Unsupported(f"fit: {given}; at least two are needed")
     items = len(labels)
     if items < LEAST_ITEMS:
-        raise Unsupported(
-            f"fit: {items} training items; at least {LEAST_ITEMS} are needed, and some hundreds for a useful predictor"
-        )
+        needed = f"at least {LEAST_ITEMS} are needed, and some hundreds for a useful predictor"
+        raise Unsupported(f"fit: {items} training items; {needed}")
     for name, given in (("labels", labels), ("tokens", tokens), ("kept", kept)):
         if given.shape != (items, wide):
             raise Unsupported(f"fit: {name} {tuple(given.shape)} must be [{items}, {wide}], a column for each stage")
@@ -304,9 +298,7 @@ def _check_training(
     if not bool(((labels >= 0) & (labels <= 1)).all()):
         raise Unsupported("fit: labels must lie in [0, 1]: 1 where the stage's answer is acceptable")
     if not bool(((kept >= 0) & (kept <= tokens)).all()) or bool(kept[:, 0].any()):
-        raise Unsupported(
-            "fit: kept must lie between 0 and tokens, and be 0 at stage 0, which has no answer to take over"
-        )
+        raise Unsupported("fit: kept must lie between 0 and tokens, and be 0 at stage 0, which takes over no answer")
 
 
 def _read(stages: tuple[str, ...], names: tuple[str, ...], tensors: dict[str, Tensor]) -> Predictor:
