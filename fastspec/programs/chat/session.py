@@ -15,15 +15,8 @@ from fastspec.config import STORAGES
 from fastspec.errors import Unsupported, accepted
 from fastspec.files import parse_json
 from fastspec.models import prompt_width
-from fastspec.programs.chat.settings import (
-    COMMAND_FIELDS,
-    OLDER_STORAGES,
-    Settings,
-    forget_cascade,
-    load,
-    read_resources,
-    resource_names,
-)
+from fastspec.programs.chat import settings as chat_settings
+from fastspec.programs.chat.settings import OLDER_STORAGES, Settings, forget_cascade, load, resource_names
 from fastspec.programs.compare import BASELINE, Stopwatch, first_difference
 from fastspec.programs.texts import encode
 
@@ -181,7 +174,8 @@ class Chat:
         if all(getattr(settings, name) == getattr(self.settings, name) for name in ("model", "device")):
             from fastspec.patches.api import resources_of
 
-            given, before = read_resources(settings, self.model, self.tokenizer), resources_of(self.model)
+            given = chat_settings.read_resources(settings, self.model, self.tokenizer)
+            before = resources_of(self.model)
             fastspec.unpatch(self.model)
             try:
                 fastspec.patch(self.model, **given, backend=settings.backend)
@@ -253,11 +247,8 @@ class Chat:
             raise Unsupported(f"{error}; in the chat: {commands}") from error
 
     def answer(self, prompt: str, strategy: str, streamer: Any) -> Answer:
-        """The answer of one strategy to the conversation and a further prompt.
-
-        `streamer` is a `view.AnswerStreamer`, whose display time does not count; an interrupt (Ctrl-C) ends the answer
-        with what it was handed.
-        """
+        """The answer of one strategy to the conversation and a further prompt. The display time of `streamer`, a
+        `view.AnswerStreamer`, does not count; an interrupt (Ctrl-C) ends the answer with what it was handed."""
         import torch
 
         from fastspec.patches.hf.cache import CACHE, kept_cache
@@ -444,15 +435,13 @@ def _settings(read: dict[str, Any]) -> Settings:
     for name, kind in (("model", str), *((name, list) for name in TUPLES)):
         if not isinstance(read[name], kind):
             raise TypeError(f"{name} is {read[name]!r}")
-    given = {name: value for name, value in read.items() if name not in COMMAND_FIELDS}
+    older = chat_settings.COMMAND_FIELDS  # names of older files, None for a default
+    given = {name: value for name, value in read.items() if name not in older}
     given |= {name: tuple(map(str, read[name])) for name in NAMES if name in read}
     given["resources"] = tuple((str(name), str(at)) for name, at in read["resources"])
     changes = {str(name): value for name, value in given.pop("given", ())}
-    for name, keys in COMMAND_FIELDS.items():  # names of older files, None for a default
-        if read.get(name) is not None:
-            changes |= dict.fromkeys(
-                keys, OLDER_STORAGES.get(read[name], read[name]) if name == "storage" else read[name]
-            )
+    for name, value in ((name, read[name]) for name in older if read.get(name) is not None):
+        changes |= dict.fromkeys(older[name], OLDER_STORAGES.get(value, value) if name == "storage" else value)
     return Settings(**given).with_fields(changes)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import fastspec
 from fastspec.config import BackendName
 from fastspec.devices import use_device
-from fastspec.errors import Unsupported, accepted
+from fastspec.errors import Unsupported, accepted, check_whole
 from fastspec.models import SMOLLM2, SMOLLM2_HEADS
 from fastspec.programs.heads import fitting_heads, with_tokenizer
 
@@ -86,9 +86,7 @@ class Settings:
     """Fields of the assistants' configs that differ from the classes' defaults: ("nasd.gamma", 3)."""
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "top_k", "beams"):
-            if getattr(self, name) < 1:
-                raise Unsupported(f"{name} must be at least 1, not {getattr(self, name)}")
+        check_whole("the chat", 1, max_new_tokens=self.max_new_tokens, top_k=self.top_k, beams=self.beams)
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise Unsupported(f"seed must lie between 0 and 2**63 - 1, not {self.seed}")
         if not 0 < self.temperature < float("inf"):
@@ -96,11 +94,10 @@ class Settings:
             raise Unsupported(f"{told}: /processor greedy does without sampling")
         if not abs(self.length_penalty) < float("inf"):
             raise Unsupported(f"length_penalty must be finite, not {self.length_penalty:g}")
-        if self.own_storage is not None and self.field("nasd.n") is not None:
-            raise Unsupported(
-                f"nasd.n={self.field('nasd.n')} is of fastspec's own storages, and {self.own_storage!r} is yours: "
-                "/ngram default takes it back"
-            )
+        longest = self.field("nasd.n")
+        if self.own_storage is not None and longest is not None:
+            told = f"nasd.n={longest} is of fastspec's own storages, and {self.own_storage!r} is yours"
+            raise Unsupported(f"{told}: /ngram default takes it back")
         if not 0 < self.top_p <= 1:
             raise Unsupported(f"top_p must lie above 0 and at most at 1, not {self.top_p:g}")
         for name, known in (("processor", PROCESSORS), ("storage_per", KEPT_FOR)):

@@ -25,33 +25,20 @@ HEADS = "Hub id, directory or shipped name of an EAGLE head; repeatable, one of 
 Heads = Annotated[list[str] | None, Option("--head", help=HEADS)]
 MaxNewTokens = Annotated[int, Option(min=1, help="Longest answer, in tokens.")]
 Dtype = Annotated[
-    Literal["float32", "bfloat16", "float16"] | None,
-    Option(help="float32 on the CPU and bfloat16 on CUDA by default."),
+    Literal["float32", "bfloat16", "float16"] | None, Option(help="By default float32 on the CPU, bfloat16 on CUDA.")
 ]
 Device = Annotated[str | None, Option(help="cpu, cuda or cuda:N; by default CUDA where there is a device.")]
-Backend = Annotated[
-    BackendName,
-    Option(
-        help="Kernels: auto (the device's), torch, cpp (the CPU, with a compiler), or triton (CUDA). See "
-        "docs/guide/devices.md."
-    ),
-]
-Stored = Annotated[
-    bool | None,
-    Option(
-        "--stored/--own-forward",
-        help="Multiply quantised weights as they are stored, or by their own forward; by default as is measured to be "
-        "faster. See docs/guide/quantised.md.",
-    ),
-]
-Bits = Annotated[
-    HeadBits | None,
-    Option(
-        "--head-bits",
-        help="Bits that a head is read in, 16 or 8; by default as is measured to be faster. See "
-        "docs/guide/assistants.md.",
-    ),
-]
+KERNELS = (
+    "Kernels: auto (the device's), torch, cpp (the CPU, with a compiler), triton (CUDA). See docs/guide/devices.md."
+)
+Backend = Annotated[BackendName, Option(help=KERNELS)]
+STORED = (
+    "Multiply quantised weights as they are stored, or by their own forward; by default as is measured to be faster. "
+)
+STORED += "See docs/guide/quantised.md."
+Stored = Annotated[bool | None, Option("--stored/--own-forward", help=STORED)]
+BITS = "Bits that a head is read in, 16 or 8; by default as is measured to be faster. See docs/guide/assistants.md."
+Bits = Annotated[HeadBits | None, Option("--head-bits", help=BITS)]
 AsJson = Annotated[bool, Option("--json", help="Print one JSON object, and nothing else, on stdout.")]
 SPELLINGS = {
     "--eagle3": "--head",
