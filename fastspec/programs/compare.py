@@ -30,8 +30,7 @@ ROUNDING = "a pass over several tokens rounds differently from a pass over each,
 
 
 class Stopwatch:
-    """Context manager that times its block. `seconds` holds what a CUDA device had left to do at the end, and not at
-    the start."""
+    """Context manager that times its block, with what a CUDA device had left to do at the end."""
 
     def __init__(self, device: Any) -> None:
         self.cuda, self.seconds = device.type == "cuda", 0.0
@@ -119,11 +118,8 @@ def first_difference(ours: Sequence[Any], plain: Sequence[Any]) -> int | None:
 
 
 class TimedStreamer:
-    """Streamer that takes the statistics of a `generate` without an assistant.
-
-    The first tokens end the prefill; every later hand-over is one round, in which all tokens of a row but one were
-    drafted.
-    """
+    """Streamer that takes the statistics of a `generate` without an assistant: the first tokens end the prefill, every
+    later hand-over is one round, in which all tokens of a row but one were drafted."""
 
     def __init__(self, rows: int) -> None:
         from fastspec.generation.stats import Stats

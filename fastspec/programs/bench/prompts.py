@@ -60,12 +60,11 @@ def encode_rows(
             group.append(BenchPrompt(row["category"], row["id"], ids))
         else:
             left += 1
+    no_room = f"empty or with no room for {max_new_tokens} new tokens in {bound} positions"
     if left:
-        say(f"left out: {left} prompts, empty or with no room for {max_new_tokens} new tokens in {bound} positions")
+        say(f"left out: {left} prompts, {no_room}")
     if not any(found.values()):
-        raise Unsupported(
-            f"no prompt is left: each is empty, or leaves no room for {max_new_tokens} new tokens in {bound} positions"
-        )
+        raise Unsupported(f"no prompt is left: each is {no_room}")
     return [prompt for group in found.values() for prompt in group]
 
 

@@ -33,9 +33,8 @@ KERNELS = (
 )
 Backend = Annotated[BackendName, Option(help=KERNELS)]
 STORED = (
-    "Multiply quantised weights as they are stored, or by their own forward; by default as is measured to be faster. "
+    "Multiply quantised weights as stored, or by their own forward; else as is measured. See docs/guide/quantised.md."
 )
-STORED += "See docs/guide/quantised.md."
 Stored = Annotated[bool | None, Option("--stored/--own-forward", help=STORED)]
 BITS = "Bits that a head is read in, 16 or 8; by default as is measured to be faster. See docs/guide/assistants.md."
 Bits = Annotated[HeadBits | None, Option("--head-bits", help=BITS)]

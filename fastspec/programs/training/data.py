@@ -65,11 +65,8 @@ class Texts:
         """Write a compressed npz: tokens (uint16 where they fit), lengths, answer (bits), greedy, and the arrays of
         `more`."""
         small = self.tokens.size == 0 or self.tokens.max() < 2**16
-        arrays: dict[str, Any] = {
-            "tokens": self.tokens.astype(np.uint16 if small else np.int32),
-            "lengths": self.lengths,
-        }
-        np.savez_compressed(path, **arrays, answer=np.packbits(self.answer), greedy=self.greedy, **more)
+        more |= {"tokens": self.tokens.astype(np.uint16 if small else np.int32), "lengths": self.lengths}
+        np.savez_compressed(path, answer=np.packbits(self.answer), greedy=self.greedy, **more)
 
     @property
     def answer_starts(self) -> np.ndarray:
@@ -216,7 +213,6 @@ class TimeLimit:
     began: float = field(default_factory=time.perf_counter)
 
     def left(self) -> float:
-        """Seconds left."""
         return self.began + 60 * self.minutes - time.perf_counter() if self.minutes > 0 else float("inf")
 
     def need(self, seconds: float) -> None:

@@ -261,15 +261,11 @@ def follow_up(tokenizer: Any, question: str, ends: Sequence[int]) -> list[int]:
     """The chat template's tokens between an answer's end token and the next answer, with `question` as the user's turn.
     Raises `Unsupported` without a template, and for one that does not close an answer with one of `ends`."""
     if getattr(tokenizer, "chat_template", None) is None:
-        raise Unsupported(
-            "follow_ups writes its turns with the tokenizer's chat template, and this tokenizer has none: leave it out"
-        )
+        raise Unsupported("follow_ups writes turns by the chat template, and this tokenizer has none: leave it out")
     talk = [{"role": role, "content": text} for role, text in zip(ROLES, (".", MARK, question), strict=True)]
     closing = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False).partition(MARK)[2]
     ids = list(tokenizer(closing, add_special_tokens=False)["input_ids"])
     if not ids or ids[0] not in ends:
-        raise Unsupported(
-            f"the chat template puts {closing[:20]!r} after an answer, which is none of the target's end tokens "
-            f"{list(ends)}: follow_ups cannot join turns, leave it out"
-        )
+        told = f"puts {closing[:20]!r} after an answer, which is none of the target's end tokens {list(ends)}"
+        raise Unsupported(f"the chat template {told}: follow_ups cannot join turns, leave it out")
     return ids[1:]

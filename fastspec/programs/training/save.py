@@ -64,9 +64,7 @@ def checkpoint_tensors(head: EagleHead) -> dict[str, torch.Tensor]:
             f"norms or neither; this head is {c}"
         )
     if c.last_tap_before_norm:
-        raise ValueError(
-            "a run trains on hidden_states, whose last one is after the target's final norm; this head reads it before"
-        )
+        raise ValueError("a run trains on hidden_states, the last one after the final norm; this head reads it before")
     if c.norm_before_residual:
         raise ValueError("the original EAGLE-3 format has no norm_before_residual")
     named = {name.replace("layers.0.", "midlayer.") if eagle3 else name: x for name, x in head.state_dict().items()}

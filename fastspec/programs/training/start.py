@@ -47,10 +47,8 @@ def head_for(config: TrainConfig, target: Any, draft_vocab_size: int) -> HeadCon
     heads, layers, width = c.num_attention_heads, c.num_hidden_layers, config.hidden_size or c.hidden_size
     read = target.get_output_embeddings().weight.shape[1]
     if config.share_lm_head and not width == c.hidden_size == read:
-        raise Unsupported(
-            f"share_lm_head needs one width: the target's states are {c.hidden_size} wide, its LM head reads {read}, "
-            f"and the head is to be {width}"
-        )
+        given = f"the target's states are {c.hidden_size} wide, its LM head reads {read}, and the head is to be {width}"
+        raise Unsupported(f"share_lm_head needs one width: {given}")
     theta = (getattr(c, "rope_parameters", None) or {}).get("rope_theta", getattr(c, "rope_theta", 10000.0))
     if eagle3 and not taps:
         taps = tuple(sorted({min(2, layers), layers // 2, max(1, layers - 3)}))
