@@ -24,7 +24,14 @@ if TYPE_CHECKING:
 OVERALL = "overall"
 SIDE_BY_SIDE = 3
 """Methods beside transformers in a table of categories."""
-FIGURES = ("tokens_per_second", "ratio", "acceptance_length", "acceptance_rate", "prefill_ms", "ms_per_round")
+FIGURES: tuple[str, ...] = (
+    "tokens_per_second",
+    "ratio",
+    "acceptance_length",
+    "acceptance_rate",
+    "prefill_ms",
+    "ms_per_round",
+)
 FIGURES += ("floor_share", "peak_mib")
 
 

@@ -121,9 +121,8 @@ def build_app(
     tokenizer that is not a fast one.
     """
     if not getattr(tokenizer, "is_fast", False):
-        raise Unsupported(
-            f"{type(tokenizer).__name__} is no fast tokenizer, which streaming needs: load it with use_fast=True"
-        )
+        kind = type(tokenizer).__name__
+        raise Unsupported(f"{kind} is no fast tokenizer, which streaming needs: load it with use_fast=True")
     served: Served = batch if isinstance(batch, Remote) else Here(batch, tokenizer)
     server = Server(served, tokenizer, name, limits or Limits(), {} if head is None else {"head": head})
 
@@ -263,18 +262,9 @@ def _failed(error: Exception, name: str, path: str) -> JSONResponse:
 def policy_of(text: str) -> str:
     """The Content-Security-Policy of a page: its own script and style run and nothing else, it asks its own server
     alone, and makes no element of a text."""
-    rules = {
-        "default-src": "'none'",
-        "script-src": _hashes(text, "script"),
-        "style-src": _hashes(text, "style"),
-        "img-src": "data:",
-        "connect-src": "'self'",
-        "base-uri": "'none'",
-        "form-action": "'none'",
-        "frame-ancestors": "'none'",
-        "require-trusted-types-for": "'script'",
-        "trusted-types": "'none'",
-    }
+    rules = dict.fromkeys(("default-src", "base-uri", "form-action", "frame-ancestors", "trusted-types"), "'none'")
+    rules |= {"script-src": _hashes(text, "script"), "style-src": _hashes(text, "style"), "img-src": "data:"}
+    rules |= {"connect-src": "'self'", "require-trusted-types-for": "'script'"}
     return "; ".join(f"{name} {value}" for name, value in rules.items())
 
 
@@ -288,16 +278,14 @@ def bound(host: str, port: int) -> socket.socket:
     """A socket for `run_server`, which does not listen yet. Raises Unsupported for an address that cannot be had:
     taken, or no own one."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
         made = socket.socket(family, kind, protocol)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(address)
     except OSError as error:
-        raise Unsupported(
-            f"{host}:{port} cannot be listened on ({error.strerror}): name another --port or --host"
-        ) from error
+        told = f"{host}:{port} cannot be listened on ({error.strerror})"
+        raise Unsupported(f"{told}: name another --port or --host") from error
     return made
 
 
@@ -318,7 +306,7 @@ def run_server(app: RequestMiddleware, listener: socket.socket, *, log_level: st
 
 
 def _log_to_stderr(level: str) -> None:
-    """Write our own messages of this level and above, whatever other libraries have made of the root's handlers."""
+    """Write our own messages, whatever other libraries have made of the root's handlers."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.handlers, log.propagate = [handler], False

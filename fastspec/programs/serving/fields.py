@@ -89,16 +89,16 @@ IS_TOKEN = _whole(0)[0]
 NAMED = object_of({"name": IS_TEXT})
 TOKEN_IDS = list_of(IS_TOKEN, 1)
 OBJECTS = list_of(IS_OBJECT, 1)
-SCHEMA = object_of({"schema": IS_OBJECT}, dict.fromkeys(("type", "name", "description", "strict"), lambda value: True))
+OF_SCHEMA = dict.fromkeys(("type", "name", "description", "strict"), lambda value: True)
+IS_SCHEMA = one_of("json_schema")
 PLAIN_FORMAT = object_of({"type": one_of("text", "json_object")}, {})
-NESTED_FORMAT = object_of({"type": one_of("json_schema"), "json_schema": SCHEMA}, {})
+NESTED_FORMAT = object_of({"type": IS_SCHEMA, "json_schema": object_of({"schema": IS_OBJECT}, OF_SCHEMA)}, {})
+FLAT_FORMAT = object_of({"schema": IS_OBJECT, "type": IS_SCHEMA}, OF_SCHEMA)
 
 
 def _is_stop(value: Any) -> bool:
     texts = [value] if isinstance(value, str) else value
-    return (
-        list_of(lambda each: isinstance(each, str) and each != "", 0, 16)(texts) and len("".join(texts)) <= STOP_LENGTH
-    )
+    return list_of(lambda each: IS_TEXT(each) and each != "", 0, 16)(texts) and len("".join(texts)) <= STOP_LENGTH
 
 
 def _is_bias(value: Any) -> bool:
@@ -110,15 +110,7 @@ def _is_tool(value: Any) -> bool:
     return object_of({"type": one_of("function")})(value) and NAMED(value.get("function", value))
 
 
-def _is_tool_or_space(value: Any) -> bool:
-    return _is_tool(value) or (NAMED(value) and SPACE(value))
-
-
-def _is_flat_format(value: Any) -> bool:
-    return PLAIN_FORMAT(value) or (SCHEMA(value) and value.get("type") == "json_schema")
-
-
-SPACE = object_of({"type": one_of("namespace"), "tools": list_of(_is_tool, 1)})
+SPACE = object_of({"name": IS_TEXT, "type": one_of("namespace"), "tools": list_of(_is_tool, 1)})
 EFFORTS = one_of("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
@@ -175,7 +167,7 @@ ACCEPTED: dict[str, Check] = {
     "response_format": (either(PLAIN_FORMAT, NESTED_FORMAT), FORMATS),
     "structured_outputs": (_is_outputs, f"an object with one of {', '.join(OUTPUTS)} and json_object"),
     "text": (
-        object_of({}, {"format": either(one_of(None), _is_flat_format), "verbosity": one_of(None, "medium")}),
+        object_of({}, {"format": either(one_of(None), PLAIN_FORMAT, FLAT_FORMAT), "verbosity": one_of(None, "medium")}),
         f'an object with format, {FORMATS}, and verbosity "medium"',
     ),
     "verbosity": (one_of("medium"), "'medium'"),
@@ -185,13 +177,8 @@ ACCEPTED: dict[str, Check] = {
     "function_call": nothing(": tool_choice is"),
     "reasoning_effort": (EFFORTS, "none, minimal, low, medium, high, xhigh or max"),
     "web_search_options": (lambda value: False, "left out"),  # an empty one asks for a search too
-    **dict.fromkeys(
-        (
-            *("model", "metadata", "client_metadata", "user", "store", "service_tier", "safety_identifier"),
-            *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-        ),
-        ANY,
-    ),
+    **dict.fromkeys(("model", "metadata", "client_metadata", "user", "store", "service_tier"), ANY),
+    **dict.fromkeys(("safety_identifier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"), ANY),
 }
 """Fields -> what they may hold where they are given; a route's other fields must be left out, or hold nothing."""
 OF_CHATS: dict[str, Check] = {"logprobs": TRUTH, "top_logprobs": _whole(0, LIKELIEST)}
@@ -214,7 +201,10 @@ OF_RESPONSES: dict[str, Check] = {
         ),
         "an object with effort, and a summary, in whose place the whole reasoning comes",
     ),
-    "tools": (list_of(_is_tool_or_space), "a list of tools of type function, each with a name, or namespaces of these"),
+    "tools": (
+        list_of(either(_is_tool, SPACE)),
+        "a list of tools of type function, each with a name, or namespaces of these",
+    ),
 }
 """The same of fields that hold something else on one route."""
 
@@ -267,18 +257,12 @@ NEUTRAL: dict[str, Any] = {
     "use_cache": True,
 }
 """Settings that are not heeded -> the value that changes nothing, besides null, false and 0."""
-HARMLESS = frozenset(
-    (
-        *("transformers_version", "early_stopping", "length_penalty", "low_memory", "disable_compile"),
-        *("output_scores", "output_logits", "output_attentions", "output_hidden_states", "return_dict_in_generate"),
-        *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
-    )
-)
+HARMLESS = {"transformers_version", "early_stopping", "length_penalty", "low_memory", "disable_compile"}
+HARMLESS |= {"output_scores", "output_logits", "output_attentions", "output_hidden_states", "return_dict_in_generate"}
+HARMLESS |= {"num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"}
 """Settings that change no token of an answer, of beams and of what `generate` returns."""
 KNOWN = frozenset(name for name in GenerationConfig().to_dict() if name[0] != "_")
 """Settings of transformers' GenerationConfig."""
-OF_TOKENS = (
-    *("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias"),
-    *("forced_bos_token_id", "forced_eos_token_id"),
-)
+OF_TOKENS: tuple[str, ...] = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias")
+OF_TOKENS += ("forced_bos_token_id", "forced_eos_token_id")
 """Settings that name tokens whose scores are changed, which must be there."""

@@ -33,10 +33,8 @@ class Mail:
 
     def _bring(self) -> None:
         readers = self._deliver()
-        if readers > 1:
-            self.loop.call_later(
-                min(LONGEST_PACE, PACE * readers), self._bring
-            )  # called still: who posts meanwhile waits for that
+        if readers > 1:  # called still: who posts meanwhile waits for that
+            self.loop.call_later(min(LONGEST_PACE, PACE * readers), self._bring)
             return
         self.called = False
         if self.waiting:  # posted before that line, by who saw that it was called

@@ -28,7 +28,7 @@ Opened = tuple[PromptBatch, Any]
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The batch is open. What the other process needs to know of it."""
+    """What the other process needs to know of a batch, once it is open."""
 
     tokenizer: Any
     config: Any

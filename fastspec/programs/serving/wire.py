@@ -40,10 +40,8 @@ class Failure:
         except Exception:
             found = None
         same = type(found) is type(error) and str(found) == str(error)
-        return cls(
-            error if same else RuntimeError(f"{type(error).__name__}: {error}"),
-            "".join(traceback.format_exception(error)),
-        )
+        sent = error if same else RuntimeError(f"{type(error).__name__}: {error}")
+        return cls(sent, "".join(traceback.format_exception(error)))
 
     def arrived(self) -> BaseException:
         self.error.__cause__ = Elsewhere(self.trace)
@@ -51,9 +49,9 @@ class Failure:
 
 
 class Wire:
-    """One end of a connection. What is posted goes in its order from a thread of its own, all that waits as one parcel,
-    and with it what `beside` says then; where that has changed a while later it goes alone. A message that cannot be
-    pickled ends the connection for both ends."""
+    """One end of a connection. A thread sends what is posted in its order, all that waits as one parcel with what
+    `beside` says then; where that has changed a while later it goes alone. A message that cannot be pickled ends the
+    connection for both ends."""
 
     def __init__(self, connection: Connection, beside: Callable[[], Any] = lambda: None) -> None:
         self.connection, self.beside = connection, beside
