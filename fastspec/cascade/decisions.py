@@ -123,14 +123,12 @@ class Solver:
 
     J_k = min{price (1 - q_k), c_{k+1} + E[J_{k+1} | what is known at k]}, and stage k answers iff the first is at most
     the second. The expectation is the mean over the `neighbours` training items nearest in `Scores.point`, each
-    coordinate in standard deviations; an item is not its own neighbour. Only before the last stage, where J is linear
-    in the probability, the predictor's own estimate of the last stage's quality stands for the mean: it has the same
-    expectation and is not coarsened by neighbours.
+    coordinate in standard deviations; an item is not its own neighbour. Before the last stage, where J is linear in the
+    probability, the predictor's own estimate stands for that mean: it is not coarsened by neighbours.
 
-    No request stops earlier at a higher price. Proof: let G(price) = c + E[J_{k+1}] be the value of going on. J_{L-1}
-    is linear in the price, and minima and averages with weights that are free of the price keep concavity: G is
-    concave, G(0) = mean cost >= 0. So for s <= t: G(s) >= (s / t) G(t), and where stage k stops at t, G(t) >= t (1 -
-    q), hence G(s) >= s (1 - q): it stops at s.
+    No request stops earlier at a higher price: G(price) = c + E[J_{k+1}] is concave (J_{L-1} is linear in the price,
+    minima and averages keep concavity) and G(0) >= 0, so G(s) >= (s / t) G(t) >= s (1 - q) where stage k stops at
+    t >= s.
     """
 
     def __init__(self, table: QualityTable, rates: Rates, *, neighbours: int | None = None) -> None:
@@ -228,8 +226,7 @@ class Visit:
     """One stage's part in a request. `new_tokens` were generated, `kept_tokens` of `handed_tokens` taken over from the
     stage before. `quality` is the probability that its answer is acceptable, then those of the later stages;
     `stop_value` and `go_on_value` the expected losses in milliseconds, or the probability and its threshold. `cost` is
-    what these tokens cost by the cascade's rates, in milliseconds, where it has some; `cut` says whether the answer
-    ended at its limit."""
+    that of these tokens by the cascade's rates, in milliseconds; `cut`: the answer ended at its limit."""
 
     stage: int
     name: str
@@ -246,8 +243,6 @@ class Visit:
 
     @property
     def outcome(self) -> Literal["answered", "sent_on", "left_out"]:
-        """Outcome of the request here: this stage's answer was returned, or the next stage was asked, or this one
-        was not."""
         said = self.why.partition(":")[0]
         return "left_out" if said == "left out" else "sent_on" if said == "went on" else "answered"
 

@@ -50,11 +50,9 @@ class CacheManager:
     """Keys and values of stages by their tokens, at most `budget` bytes on all devices together and `host_budget` bytes
     in the CPU's memory.
 
-    Entries are copies; those handed in and found are the caller's. Where a new entry needs room, the least recently
-    used ones are moved to the CPU's memory, in place of those used even earlier, or dropped where there is no room.
-    Prefixes of fewer than `least` tokens are neither kept nor found. `renew` before a call drops a stage's entries
-    where its model has changed. Calls from several threads take turns. A deep copy starts empty. Raises `Unsupported`
-    for budgets that are no whole numbers of bytes.
+    Entries are copies. Where a new one needs room, the least recently used ones are moved to the CPU's memory, in place
+    of those used even earlier, or dropped. Prefixes of fewer than `least` tokens are neither kept nor found. Calls from
+    several threads take turns. A deep copy starts empty. Raises `Unsupported` for budgets that are no whole numbers.
     """
 
     def __init__(self, budget: int, *, host_budget: int = 0, least: int = 16) -> None:

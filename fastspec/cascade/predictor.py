@@ -35,11 +35,8 @@ LENGTHS = 0.2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Head:
-    """The MLP of one stage, fp32: standardised features [F], held within 5 standard deviations, to outputs [O].
-
-    mean, scale [F]; w1 [H, F], b1 [H]; w2 [O, H], b2 [O]. The outputs are logits of quality, then logs of tokens, means
-    of one network of 32 hidden units for each fold.
-    """
+    """The MLP of one stage, fp32: standardised features [F] to outputs [O], logits of quality, then logs of tokens,
+    means of one network for each fold. mean, scale [F]; w1 [H, F], b1 [H]; w2 [O, H], b2 [O]."""
 
     mean: Tensor
     scale: Tensor
@@ -49,7 +46,6 @@ class Head:
     b2: Tensor
 
     def __call__(self, features: Tensor) -> list[float]:
-        """features [F] fp32 -> the outputs."""
         with torch.inference_mode():
             x = features.sub(self.mean).div_(self.scale).clamp_(-CLAMP, CLAMP)
             return torch.addmv(self.b2, self.w2, torch.addmv(self.b1, self.w1, x).relu_()).tolist()
@@ -57,13 +53,12 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class CalibratedProbability:
-    """Calibration of one stage's logit for another stage's answer, for decisions."""
+    """Calibration of one stage's logit for another stage's answer, to the posterior's mean or lower quantile `risk`."""
 
     calibrator: Calibrator
     posterior: Posterior
 
     def __call__(self, logit: float, risk: float | None) -> float:
-        """The posterior's mean, or its lower quantile `risk`."""
         probability = self.calibrator(logit)
         return self.posterior.mean(probability) if risk is None else self.posterior.lower(probability, risk)
 
@@ -100,12 +95,10 @@ class Predictor:
         *,
         seed: int,
     ) -> Predictor:
-        """Train on n items that every one of the L stages has answered.
-
-        features: for each stage [n, F]; labels [n, L]: whether the stage's answer is acceptable, in [0, 1]; tokens [n,
-        L]: the length of its answer; kept [n, L]: those of them taken over from the stage before (column 0 zeros). Five
-        networks are trained on four fifths of the items each, and calibrated on the rest. The same seed gives the same
-        predictor. Raises `Unsupported` for shapes and values that do not fit.
+        """Train on n items that every one of the L stages has answered: for each stage features [n, F]; labels [n, L],
+        whether its answer is acceptable, in [0, 1]; tokens [n, L], the length of its answer; kept [n, L], those taken
+        over from the stage before (column 0 zeros). Five networks are trained on four fifths of the items each, and
+        calibrated on the rest. Raises `Unsupported` for shapes and values that do not fit.
         """
         _check_training(stages, features, labels, tokens, kept)
         kept, fresh = kept.float(), (tokens - kept).float()
@@ -281,8 +274,8 @@ def _check_training(
 ) -> None:
     wide = len(stages)
     if isinstance(stages, str) or wide < 2 or len(features) != wide or labels.dim() != 2:
-        given = f"{len(features)} features and labels {tuple(labels.shape)} for stages {stages!r}"
-        raise Unsupported(f"fit: {given}; at least two are needed")
+        shapes = f"{len(features)} features and labels {tuple(labels.shape)} for stages {stages!r}"
+        raise Unsupported(f"fit: {shapes}; at least two are needed")
     items = len(labels)
     if items < LEAST_ITEMS:
         needed = f"at least {LEAST_ITEMS} are needed, and some hundreds for a useful predictor"

@@ -56,10 +56,10 @@ def features(
     """The features `NAMES` of one answer -> [F] fp32 on the CPU.
 
     measures [T, 3] fp32 on the CPU: for each answer token its log-probability (untempered, nats), the gap between the
-    two largest log-probabilities there, and the entropy of the distribution (nats). tokens: the T ids. `limit` is the
-    number of tokens that the answer might have had, `ended` whether an end token closed it, `stage` of `stages` the
-    model that gave it. Quantiles, linearly interpolated, follow Gupta et al., arXiv 2404.10136. Raises `Unsupported`
-    for an empty answer, sizes that do not agree, and numbers that are not finite.
+    two largest log-probabilities there, and the entropy (nats). `limit` is the number of tokens that the answer might
+    have had, `ended` whether an end token closed it, `stage` of `stages` the model that gave it. Quantiles, linearly
+    interpolated, follow Gupta et al., arXiv 2404.10136. Raises `Unsupported` for an empty answer, sizes that do not
+    agree, and numbers that are not finite.
     """
     ids: Sequence[int] = tokens.tolist() if isinstance(tokens, Tensor) else tokens
     count = len(ids)
@@ -123,11 +123,10 @@ class Record:
     """One item answered by one stage.
 
     `item` is the item's id and `set` its data set; `split` "train" or "held-out"; `stage` the stage's name and `index`
-    its place in the cascade, from 0. `prompt_tokens` as this stage's tokenizer counts them; the answer is `kept_tokens`
-    taken over from the stage before and `new_tokens` of this stage's, and `ended` where it reached an end token.
-    `start_ms` is the time of the prefill and of verifying a handed answer, `decode_ms` the rest. `label` in [0, 1] is
-    the answer's quality, None before it is `judged` by a judge of this name. `versions` maps packages and devices to
-    their versions.
+    its place, from 0. `prompt_tokens` as this stage's tokenizer counts them; the answer is `kept_tokens` taken over
+    from the stage before and `new_tokens` of its own, and `ended` where it reached an end token. `start_ms` is the time
+    of the prefill and of verifying a handed answer, `decode_ms` the rest. `label` in [0, 1] is the answer's quality,
+    None before it is `judged` by a judge of this name. `versions` are those of packages and devices.
     """
 
     item: str
@@ -311,8 +310,8 @@ def rewrite(path: str | Path, records: Sequence[Record]) -> None:
 
 def table(records: Sequence[Record], stages: Sequence[str], split: str) -> Table:
     """Aligned tensors of the items of a split that every stage of `stages` answered, in their order. Raises
-    `Unsupported` without such an item, for a record without a label, for records of one item in several sets or splits,
-    and for a stage at another place in the cascade than in `stages`."""
+    `Unsupported` without such an item, for one that is not judged, in several sets or splits, or of stages in another
+    order."""
     items: dict[str, dict[str, Record]] = {}
     for record in records:
         items.setdefault(record.item, {})[record.stage] = record

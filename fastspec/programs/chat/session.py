@@ -104,12 +104,9 @@ class SavedChat:
 
 
 class Chat:
-    """A patched model, its tokenizer, the settings, and the conversation.
-
-    `own`, `processors` and `storages` map names to yours: assistants (objects of the `Decoding` protocol), which then
-    are strategies like the others, transformers' logits processors (of a class one is made for every answer), and
-    classes or functions that make a `fastspec.Storage`.
-    """
+    """A patched model, its tokenizer, the settings, and the conversation. `own`, `processors` and `storages` map names
+    to yours: assistants (objects of the `Decoding` protocol), transformers' logits processors (of a class one is made
+    for every answer), and classes or functions that make a `fastspec.Storage`."""
 
     def __init__(
         self,
@@ -168,8 +165,8 @@ class Chat:
         self.settings = settings
 
     def reopen(self, settings: Settings) -> dict[str, str]:
-        """Load and patch what changed settings name, and drop the old model; returns the assistants that can no longer
-        answer, and why. Where loading fails, everything is as it was."""
+        """Load and patch what settings name, and drop the old model; returns the assistants that can no longer answer,
+        and why. Where loading fails, everything is as it was."""
         self.check_own(settings)
         if all(getattr(settings, name) == getattr(self.settings, name) for name in ("model", "device")):
             from fastspec.patches.api import resources_of

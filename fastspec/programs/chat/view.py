@@ -35,8 +35,8 @@ PAUSE = 0.1
 @dataclass(frozen=True)
 class RoundTree:
     """Draft tree of one round on the host: tokens and parents of the nodes, the accepted path as node ids, the token
-    that the target added. `notes[i]` has the probabilities of node i's token given its parent, p by the target and q by
-    the drafter where drafts were drawn; `notes[-1]` those of `last`."""
+    that the target added. `notes[i]` has the probabilities of node i's token, p by the target and q by the drafter
+    where drafts were drawn; `notes[-1]` those of `last`."""
 
     tokens: list[int]
     parents: list[int]
@@ -52,7 +52,7 @@ class RoundTree:
 
 class AnswerStreamer(MarkedStreamer):
     """Streamer that prints tokens in the style of their marks, counts rounds (`stats`), and keeps their trees where
-    asked to. `ids` and `marks` are what was printed; `spent` is the time that this took, in seconds."""
+    asked to. `ids` and `marks` are what was printed, in `spent` seconds."""
 
     def __init__(self, tokenizer: Any, console: Console, *, trees: bool = False) -> None:
         super().__init__(tokenizer, console)

@@ -243,8 +243,8 @@ def serve(
     refuse_cut(device, config, processes)
     chosen, config = chosen_beside(config, source, fitting_heads(own, source), assistant)
     batch_of = rows, max_length, prefill_chunk, warmup, warmup_length, prefix_caching, config
-    loading = {"device": device, "backend": backend, "stored": stored, "head_bits": head_bits, "processes": processes}
-    build = partial(opened, source, chosen, *batch_of, **loading)
+    loading: dict[str, Any] = {"device": device, "backend": backend, "stored": stored, "head_bits": head_bits}
+    build = partial(opened, source, chosen, *batch_of, **loading, processes=processes)
     if rank > 0:
         follow(build()[0])
         return

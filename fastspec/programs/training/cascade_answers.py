@@ -87,11 +87,8 @@ def answer(
     tell: Callable[[int, int], None] = lambda done, of: None,
 ) -> None:
     """Let every stage answer every item greedily, in batches, and write a record of each that the file does not hold.
-    `tell` is given the number of items that are answered, and of all.
-
     Answers have at most `new_tokens` tokens where an item sets no limit. `share` of the items, drawn by `seed` and
-    their names, are for training.
-    """
+    their names, are for training. `tell` is given the number of items that are answered, and of all."""
     where, count, plain = place(models.large), 0, replace(models.config, explain=False)
     known = {stage.label: where | {"weights": weights_digest(stage.model)} for stage in models.stages}
     encoded = {item.name: encode(tokenizer, item) for item in items}
@@ -133,9 +130,8 @@ def check_answers(
     seed: int,
     share: float,
 ) -> None:
-    """Raise Unsupported, naming what differs, where a file's answers are not those that these stages would give: of
-    other items, prompts, models, dtypes, limits, seeds or shares, or by stages in another order. `asked` are the
-    items' `versions` by name, `known` the stages' in their order."""
+    """Raise Unsupported, naming what differs, where a file's answers are not those that these stages would give.
+    `asked` are the items' `versions` by name, `known` the stages' in their order."""
     places, differs = list(known), dict[str, str]()
     for record in records.read(path):
         item, stage = asked.get(record.item), known.get(record.stage)
@@ -349,11 +345,9 @@ def normalise(text: str) -> str:
 
 
 def read_right(path: str | Path, answers: Sequence[Record], source: str | Path) -> dict[tuple[str, str], float]:
-    """(item, stage) -> how right its answer is in [0, 1], by JSON lines with `item`, `stage` and `right`.
-
-    `answers` are the records of the file `source`. A line may hold the recorded `answer` too. Raises Unsupported,
-    naming the line, for one of no answer or of another, one that is there twice, and where an answer is not judged.
-    """
+    """(item, stage) -> how right its answer is in [0, 1], by JSON lines with `item`, `stage` and `right`, and perhaps
+    the recorded `answer`; `answers` are the records of the file `source`. Raises Unsupported, naming the line, for one
+    of no answer or of another, one that is there twice, and where an answer is not judged."""
     if not Path(path).exists():
         raise Unsupported(
             f"{path}: no such file. The {len(answers)} answers to judge are in {source}: write a line "

@@ -132,11 +132,9 @@ def coverage_of(texts: Texts, vocabulary: Tensor) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TextBatch:
-    """ids [B, T] int64, right-padded with 0, and where [M], the flat positions b * T + u (u >= 1) that carry a loss.
-
-    Position u carries one when token u + 1 is of an answer: there the target's distribution is that of an answer.
-    `texts` [B] are the rows' places in the texts. No position u < `first` carries a loss in any row.
-    """
+    """ids [B, T] int64, right-padded with 0, and where [M], the flat positions b * T + u (u >= 1) that carry a loss:
+    those where token u + 1 is of an answer. `texts` [B] are the rows' places in the texts. No position u < `first`
+    carries a loss in any row."""
 
     ids: Tensor
     where: Tensor

@@ -57,11 +57,9 @@ def answer_prompts(
     greedy: bool = False,
     tell: Callable[[int, int], None] = lambda done, of: None,
 ) -> Texts:
-    """The target's answers to `rows`, as texts; shards are kept in `folder` and not made twice.
-
-    A share `config.sampled_share` is sampled (temperature, top-p), the rest greedy; with `greedy` all are. `tell` is
-    given the rows that are answered, and how many they will be. Raises `OutOfTime` where `clock` ends.
-    """
+    """The target's answers to `rows`, as texts; shards are kept in `folder` and not made twice. A share
+    `config.sampled_share` is sampled, the rest greedy; with `greedy` all are. `tell` is given the rows that are
+    answered, and of how many. Raises `OutOfTime` where `clock` ends."""
     shards, parts, share = Shards(folder, clock), [], 0.0 if greedy else config.sampled_share
     with ExitStack() as stack:
 
@@ -69,8 +67,8 @@ def answer_prompts(
             stack.enter_context(answering(target, config.max_length))
             sampled = np.random.default_rng((config.seed, start)).random(len(chosen)) < share
             encoded = encode_prompts(tokenizer, chosen)
-            done = lambda count: tell(start + count, len(rows))  # noqa: E731
-            return answer(target, encoded, sampled, config, ends, tell=done), {}
+            told = {"tell": lambda count: tell(start + count, len(rows))}
+            return answer(target, encoded, sampled, config, ends, **told), {}
 
         for number, start in enumerate(range(0, len(rows), config.shard_texts)):
             chosen = rows[start : start + config.shard_texts]
@@ -88,12 +86,11 @@ def answer(
     *,
     tell: Callable[[int], None] = lambda count: None,
 ) -> Texts:
-    """Answer tokenised prompts, in their order; prompts longer than `config.max_length - new_tokens` get an empty
-    answer.
+    """Answer tokenised prompts, in their order; those longer than `config.max_length - new_tokens` get an empty answer.
 
-    `sampled` [N] says which are sampled rather than greedy; an answer stops after one of `ends`, or at
-    `config.new_tokens`. `tell` is given the number of prompts that are answered, after every call. Raises Unsupported
-    for a target that cannot be patched, for which a head could not draft.
+    `sampled` [N] says which are sampled, not greedy; an answer stops after one of `ends`, or at `config.new_tokens`.
+    `tell` is given the number of answered prompts after every call. Raises Unsupported for a target that cannot be
+    patched.
     """
     room = config.max_length - config.new_tokens
     order = sorted((i for i in range(len(prompts)) if 0 < len(prompts[i]) <= room), key=lambda i: -len(prompts[i]))
@@ -158,12 +155,9 @@ def _rows(target: Any, length: int) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class Enlarger:
-    """Maker of the added texts. `rows` are the prompts that follow-up questions are taken from, `ends` the target's end
-    tokens.
-
-    Shards are kept in `config.output`/enlarge and not made twice. Of `config.enlarge_minutes` every kind may use an
-    equal share and what the kinds before it left over, over all calls.
-    """
+    """Maker of the added texts; `rows` are the prompts that follow-up questions are taken from. Shards are kept in
+    `config.output`/enlarge and not made twice. Of `config.enlarge_minutes` every kind may use an equal share and what
+    the kinds before it left over, over all calls."""
 
     target: Any
     tokenizer: Any

@@ -121,15 +121,14 @@ class TargetReader:
         return F.linear(rows, *self._rows)
 
     def teacher(self, features: Tensor, where: Tensor, judged: TeacherLogits) -> Teacher:
-        """The teacher of a batch, from its features and reduced logits."""
         best = self.draft_id[judged.best]
         return Teacher(features=features, where=where, probs=judged.probs, inside=judged.inside, best=best)
 
 
 class Shelf(NamedTuple):
-    """Contents of one memory, of texts of so many tokens with J loss positions (as in `TextBatch`): the features that
-    the head reads [tokens, F], the states that the LM head reads [J, H], and of its logits the log-sum-exp [J] and the
-    most likely token [J]. Distributions over the draft vocabulary are computed from the states anew."""
+    """Contents of one memory, of texts with J loss positions (as in `TextBatch`): the features that the head reads
+    [tokens, F], the states that the LM head reads [J, H], and of its logits the log-sum-exp [J] and the most likely
+    token [J]. Distributions over the draft vocabulary are computed from the states anew."""
 
     features: Tensor
     states: Tensor
@@ -139,12 +138,9 @@ class Shelf(NamedTuple):
 
 class KeptFeatures:
     """Reader of teachers that keeps the features of `mine` (places in `texts`): as many as fit `gib` GiB of the
-    target's device, and of the rest as many as fit `host_gib` GiB of the host, page-locked on CUDA.
-
-    `place` [N] int8 says where each is kept (`NOWHERE`, `DEVICE`, `HOST`). A batch of one memory whose texts were read
-    before comes from there, any other from the target. Raises `Unsupported` where no text fits, and where there is less
-    memory.
-    """
+    target's device, and of the rest as many as fit `host_gib` GiB of the host, page-locked on CUDA; `place` [N] int8
+    says where. A batch of one memory whose texts were read before comes from there, any other from the target. Raises
+    `Unsupported` where no text fits, and where there is less memory."""
 
     def __init__(self, reader: TargetReader, texts: Texts, gib: float, mine: np.ndarray, host_gib: float = 0.0) -> None:
         self.reader = reader
@@ -230,7 +226,7 @@ class KeptFeatures:
         self.read_before[texts[new]] = True
 
     def _parts(self, texts: np.ndarray, rows: Sequence[int], batch: Sequence[Tensor]) -> list[Tensor]:
-        """Of some rows of a batch what a shelf has of each."""
+        """The parts of some rows of a batch, as a shelf has them."""
         bounds, (features, *others) = _bounds(self.judged[texts]), batch
         found = []
         for row in rows:

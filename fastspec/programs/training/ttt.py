@@ -156,11 +156,7 @@ HYBRID_FALL = 3.0
 
 
 def row_losses(loss: str, logits: Tensor, probs: Tensor, inside: Tensor) -> Tensor:
-    """The loss of each row [M] fp32, by its name in `LOSSES`.
-
-    logits [M, V_d]; probs [M, V_d] the target's distribution, renormalised over the draft vocabulary, and inside [M]
-    its share of the whole.
-    """
+    """The loss of each row [M] fp32, by its name in `LOSSES`; logits [M, V_d], probs and inside as in `Teacher`."""
     wide = logits.float()
     whole = wide.logsumexp(-1)
     if loss == "kl":
