@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal
 
 import torch
@@ -177,7 +177,7 @@ class Solver:
         inner = range(1, self.stages - 1)
         losses = [price * (1 - self._quality[k][:, 0]) for k in inner]
         losses.append(price * (1 - self._quality[self.stages - 2][:, 1]))
-        means: list[Operator] = [lambda values, near=self._near[k]: values[near].mean(1) for k in inner[:-1]]
+        means: list[Operator] = [partial(_mean, self._near[k]) for k in inner[:-1]]
         values = backward(losses, [self._ahead[k] for k in inner], [*means, lambda values: values])
         return {k: self._costs[:, k] + value for k, value in zip(inner, values[:-1], strict=True)}
 
@@ -190,6 +190,10 @@ class Solver:
             distances[rows, start + rows] = math.inf
             found.append(distances.topk(self.neighbours, 1, largest=False, sorted=False).indices)
         return torch.cat(found)
+
+
+def _mean(near: Tensor, values: Tensor) -> Tensor:
+    return values[near].mean(1)
 
 
 def mixed(rule: str, alpha: float | str, p: Tensor, q: Tensor, p_raw: Tensor, q_raw: Tensor) -> Tensor:
