@@ -83,7 +83,6 @@ class Stage:
 
     @property
     def is_cut(self) -> bool:
-        """True where it says that the model is cut over several processes."""
         return self.tensor_parallel is not None and self.tensor_parallel > 1
 
     def check_processes(self, size: int) -> None:
@@ -98,7 +97,6 @@ class Stage:
 
     @property
     def label(self) -> str:
-        """The stage's name: as given, or the model's."""
         if self.name or isinstance(self.model, (str, Path)):
             return self.name or str(self.model)
         config = getattr(self.model, "config", None)
@@ -261,7 +259,6 @@ def _check_choices(given: Any, **choices: Sequence[Any]) -> None:
 
 
 def _check_shared(given: Any, kind: str, name: Any) -> None:
-    """Check the name, tokenizer and assistant of a stage or a cascade."""
     if name is not None and not isinstance(name, str):
         raise Unsupported(f"{kind}: the name {name!r} must be text")
     tokenizer, assistant = given.tokenizer, given.assistant

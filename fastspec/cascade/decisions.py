@@ -139,7 +139,7 @@ class Solver:
             raise Unsupported(f"Solver: rates of {len(rates.token_ms)} stages for a table of {stages}")
         self.neighbours = neighbours if neighbours is not None else min(items - 1, max(8, round(math.sqrt(items))))
         if not 1 <= self.neighbours < items:
-            raise Unsupported(f"Solver: neighbours={neighbours} must lie in 1 .. {items - 1}, of {items} items")
+            raise Unsupported(f"Solver: neighbours={neighbours} must be at least 1 and less than the {items} items")
         self.stages = stages
         self._quality = tuple(each.double() for each in table.quality)
         self._costs = rates.costs(table.fresh, table.kept)

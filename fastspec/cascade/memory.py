@@ -101,7 +101,7 @@ class CacheManager:
         if size > self.budget:
             raise Unsupported(
                 f"the keys and values of {len(held)} tokens of stage {stage} take {size} bytes, and the budget is "
-                f"{self.budget} bytes: allow more (Cascade: memory={size}), or keep nothing between calls (memory=None)"
+                f"{self.budget} bytes: allow at least {size} (Cascade: memory={size}), or keep nothing (memory=None)"
             )
         if len(held) < self.least:
             return
@@ -218,12 +218,13 @@ def _check(stage: int, tokens: array[int], layers: Sequence[tuple[Tensor, Tensor
 
 def _copies(layers: Iterable[tuple[Tensor, Tensor]], places: list[torch.device], length: int) -> Layers:
     """The first tokens of every layer, copied to a place for each layer."""
-
-    def copy(tensor: Tensor, place: torch.device) -> Tensor:  # with a storage of exactly its own size
-        return tensor[:, :, :length].detach().to(place, copy=True, memory_format=torch.contiguous_format)
-
     pairs = zip(layers, places, strict=True)
-    return [(copy(keys, place), copy(values, place)) for (keys, values), place in pairs]
+    return [(_copy(keys[:, :, :length], place), _copy(values[:, :, :length], place)) for (keys, values), place in pairs]
+
+
+def _copy(tensor: Tensor, place: torch.device) -> Tensor:
+    """A copy with a storage of exactly its own size."""
+    return tensor.detach().to(place, copy=True, memory_format=torch.contiguous_format)
 
 
 def _starts(tokens: array[int], prefix: array[int]) -> bool:

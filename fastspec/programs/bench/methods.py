@@ -63,7 +63,6 @@ class Drafters:
     assisted: dict[str, Any] = field(default_factory=dict)
 
     def assistant(self, name: str) -> Any:
-        """The argument `assistant=` of a method."""
         exits = name == Speculative.name and self.early_exit is not None
         return Speculative(early_exit=self.early_exit) if exits else name.partition(":")[0]
 

@@ -85,7 +85,6 @@ class PeerJob:
 
     @property
     def new(self) -> list[int]:
-        """New tokens of every batch, at the most."""
         each = self.max_new_tokens
         return [each] * len(self.batches) if isinstance(each, int) else list(each)
 

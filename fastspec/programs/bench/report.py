@@ -78,7 +78,6 @@ def by_size(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def without_texts(row: Row) -> Row:
-    """A row as it is written to a file."""
     return {name: value for name, value in row.items() if name != "texts"}
 
 

@@ -48,7 +48,6 @@ COMMANDS: dict[str, Command] = {}
 
 
 def command(usage: str, what: str, value: Value | None = None, *choices: Choices) -> Callable[[Run], Run]:
-    """Decorator that puts a function into the table."""
 
     def add(run: Run) -> Run:
         COMMANDS[usage.split()[0]] = Command(f"/{usage}", what, run, value, choices)

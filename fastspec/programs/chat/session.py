@@ -53,7 +53,6 @@ class Answer:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted over drafted tokens; None without drafts."""
         return self.accepted / self.drafted if self.drafted else None
 
     def as_json(self) -> dict[str, Any]:
@@ -203,7 +202,6 @@ class Chat:
         return [*self.settings.assistants, *([BEAMS] if self.settings.beams > 1 else [])]
 
     def known(self) -> list[str]:
-        """Every assistant by name, whether it has what it needs or not."""
         from fastspec.patches.api import ASSISTANTS
 
         return [BASELINE, *ASSISTANTS, *self.own]
@@ -300,7 +298,6 @@ class Chat:
         return lost
 
     def reset(self) -> None:
-        """Forget the conversation, the caches and a storage that is kept with it."""
         self.turns, self.conversation, self._storage = [], [], None
         self.drop_caches()
 
@@ -310,7 +307,6 @@ class Chat:
         forget_cascade(self.model)
 
     def as_json(self) -> dict[str, Any]:
-        """Settings, conversation and statistics, ready for `json.dumps`."""
         return {
             "model": self.settings.model,
             "device": str(self.model.device),

@@ -112,7 +112,6 @@ class Settings:
         return self.processor == "greedy"
 
     def replace(self, **changes: Any) -> Settings:
-        """The same settings with some changed; checked."""
         return dataclasses.replace(self, **changes)
 
     def at_temperature(self, value: float) -> dict[str, Any]:
@@ -130,7 +129,6 @@ class Settings:
         return self.replace(given=tuple((name, value) for name, value in merged.items() if value != FIELDS[name]))
 
     def field(self, name: str) -> Any:
-        """The value of a field, named as in `FIELDS`."""
         return dict(self.given).get(name, FIELDS[name])
 
     def assistant(self, name: str) -> Any:

@@ -46,7 +46,6 @@ class RoundTree:
 
     @property
     def mark(self) -> str:
-        """Mark of the target's own token."""
         return own_mark(self.tokens, self.parents, self.path, self.last)
 
 
@@ -121,7 +120,6 @@ def _without_copies(found: RoundTree) -> RoundTree:
 
 
 def legend() -> Text:
-    """One line that says what the colours mean."""
     said = {
         ACCEPTED: " drafts",
         RECOVERED: ": the target's own token in a rejected draft's place",
@@ -151,7 +149,6 @@ def turn_table(turn: ChatTurn) -> Table:
 
 
 def _agreement(turn: ChatTurn, answer: Answer) -> str:
-    """A cell of the column `identical`."""
     same = turn.identical(answer)
     if same is not None:
         return "yes" if same else "no"

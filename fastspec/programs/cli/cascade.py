@@ -184,7 +184,6 @@ def evaluate(
 def _tasks(
     names: list[str], large: str, include: Path | None, most: int | None, metrics: list[str], unsafe: bool
 ) -> Any:
-    """Tasks of lm-eval, asked in the large model's chat template."""
     from fastspec.patches.cascade.stages import load_tokenizer
 
     try:
@@ -253,7 +252,6 @@ def _named(option: str, text: str) -> tuple[str, str]:
 
 
 def _check_writable(*paths: Path | None) -> None:
-    """Raise Unsupported for a path that no file can be written to."""
     for path in filter(None, paths):
         folder = path.absolute().parent
         if not folder.is_dir():

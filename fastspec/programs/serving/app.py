@@ -79,7 +79,6 @@ def tokenize(server: Server, body: Any) -> JsonObject:
 
 
 def detokenize(server: Server, body: Any) -> JsonObject:
-    """The text of tokens, special ones included."""
     ids = check(body, DETOKENIZE, server.name)["tokens"]
     requests.check_tokens("tokens", ids, server.batch.model.config.get_text_config().vocab_size)
     return {"prompt": server.tokenizer.decode(ids)}
@@ -243,7 +242,6 @@ def _lines(messages: list[JsonObject]) -> str:
 
 
 def _told(error: Exception) -> tuple[str, int, str | None, dict[str, str] | None]:
-    """(message, status, code, headers) of an error."""
     if isinstance(error, Refused):
         return str(error), error.status, error.code, error.headers
     if isinstance(error, Unsupported):

@@ -61,7 +61,6 @@ def read_tokens(batch: PromptBatch, tokenizer: Any) -> None:
 
 @lru_cache(32)
 def _grammar(tokenizer: Any, structure: str, ends: tuple[int, ...]) -> Any:
-    """The grammar of a structure, which many requests have."""
     return fastspec.Grammar(tokenizer, **json.loads(structure), end_tokens=ends)
 
 
@@ -109,7 +108,6 @@ def _refuse_penalties(batch: ContinuousCascade, prompt: BatchPrompt) -> None:
 
 
 def submit(batch: PromptBatch, tokenizer: Any, prompt: BatchPrompt, put_round: PutRound) -> Future[Tensor]:
-    """Hand a prompt to an open batch of this process."""
     row, config = torch.tensor([prompt.ids], device="cpu"), prompt.config
     options: dict[str, Any] = {"seed": prompt.seed, "tokenizer": tokenizer, "attention_mask": torch.ones_like(row)}
     processors = LogitsProcessorList()

@@ -47,22 +47,18 @@ def _number(low: float, high: float) -> Check:
 
 
 def instance(kind: type | tuple[type, ...]) -> Fits:
-    """True for values of a type."""
     return lambda value: isinstance(value, kind)
 
 
 def one_of(*values: Any) -> Fits:
-    """True for these values."""
     return lambda value: value in values
 
 
 def either(*kinds: Fits) -> Fits:
-    """True for values of one of these kinds."""
     return lambda value: any(fits(value) for fits in kinds)
 
 
 def list_of(fits: Fits, least: int = 0, most: float = math.inf) -> Fits:
-    """True for lists of so many values of a kind."""
     return lambda value: isinstance(value, list) and least <= len(value) <= most and all(map(fits, value))
 
 
@@ -80,7 +76,6 @@ def object_of(needs: Mapping[str, Fits], may: Mapping[str, Fits] | None = None) 
 
 
 def nothing(instead: str = "") -> Check:
-    """Fields that would be ignored."""
     return lambda value: not value, f"left out{instead}"
 
 
@@ -218,7 +213,6 @@ SEQUENCE = list_of(IS_WHOLE, 1)
 
 
 def tokens_of(name: str, value: Any) -> list[int]:
-    """The token numbers in a checked setting."""
     each = [pair[0] for pair in value] if name == "sequence_bias" else value if isinstance(value, list) else [value]
     return [token for held in each for token in (held if isinstance(held, list) else [held])]
 

@@ -97,7 +97,6 @@ class Choices(Form):
         return {"usage": usage, "timings": timings}
 
     def choice(self, index: int, **fields: Any) -> JsonObject:
-        """A choice, with the log-probabilities that have come where they are asked for."""
         found: JsonObject = {"index": index, "finish_reason": None, "logprobs": None, **fields}
         held = self.held.pop(index, [])
         if self.asked.logprobs is not None:
@@ -326,7 +325,6 @@ class ResponseForm(Form):
         return self._message(f"output_item.{kind}", output_index=len(self.items) - 1, item=self.items[-1])
 
     def _within(self, kind: str, **more: Any) -> JsonObject:
-        """A message within the last item."""
         return self._message(kind, item_id=self.items[-1]["id"], output_index=len(self.items) - 1, **more)
 
     def _response(self, status: str, end: End | None = None, **more: Any) -> JsonObject:

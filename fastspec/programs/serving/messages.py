@@ -97,7 +97,6 @@ def _tool(tool: Body) -> Body:
 
 
 def _text(blocks: Any, place: str) -> str:
-    """The text of a string, or of blocks of text."""
     if blocks is None or isinstance(blocks, str):
         return blocks or ""
     listed = blocks if isinstance(blocks, list) else [blocks]

@@ -83,7 +83,6 @@ class Metrics:
         self.stage_tokens = counter("stage_tokens", said, ["stage", "kind"])
 
     def add_visit(self, visit: Visit) -> None:
-        """Count a stage's part in an answer."""
         name = visit.name
         self.stage_requests.labels(name, visit.outcome).inc()
         if visit.outcome == "left_out":

@@ -92,7 +92,6 @@ class RequestMiddleware:
             await self._run(scope, body, receive, send)
 
     def _refused(self, scope: Message) -> tuple[int, str] | None:
-        """Status and reason for a request that is not let in."""
         headers, path = dict(scope["headers"]), scope["path"]
         folders = [each for each in self.paths if each[-1] == "/" and each != PAGE]
         if path not in self.paths and not any(map(path.startswith, folders)):

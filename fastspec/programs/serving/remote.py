@@ -83,7 +83,6 @@ class Remote(Served, AbstractContextManager["Remote"]):
     alive = property(lambda self: self._gone is None and self._state.alive)
 
     def send(self, prompt: BatchPrompt, put_round: PutRound) -> Sent:
-        """Send a prompt to the process, which takes or refuses it later."""
         return self._send(partial(BatchEnd.send, prompt=prompt), put_round)
 
     def score(self, ids: list[int], count: int, put_round: PutRound) -> Sent:
@@ -193,7 +192,6 @@ def _end(process: BaseProcess, patience: float) -> None:
 
 
 def _end_at_exit(wire: Wire, process: BaseProcess) -> None:
-    """End of a process that nobody has closed."""
     wire.post(BatchEnd.close)
     wire.end()
     _end(process, PATIENCE)

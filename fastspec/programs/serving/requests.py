@@ -269,7 +269,6 @@ def read(
 
 
 def _prompts(given: str | list[Any], size: int) -> tuple[str | list[int], ...]:
-    """The prompts of a completion, whose tokens the model has."""
     found = (given,) if isinstance(given, str) or isinstance(given[0], int) else tuple(given)
     for each in found:
         check_tokens("prompt", () if isinstance(each, str) else each, size)
@@ -308,12 +307,10 @@ def _check(body: Body, route: Route) -> None:
 
 
 def unknown_model(name: Any, own: str) -> Refused:
-    """The error of a request for another model than the server's own."""
     return Refused(f"the model {name!r} does not exist: this server has {own!r}", 404, "model_not_found")
 
 
 def too_many(count: int, limits: Limits) -> Refused:
-    """The error of a request for a longer answer than the server gives."""
     return Refused(f"{count} new tokens are asked for, and this server gives at most {limits.tokens}")
 
 

@@ -115,7 +115,6 @@ class BatchEnd:
         self.closed = False
 
     def run(self, ready: Ready) -> None:
-        """Say that the batch is open, and do what the other process asks for."""
         self.wire.post(ready)
         for calls, _ in self.wire.parcels():
             for call in calls:
@@ -126,7 +125,6 @@ class BatchEnd:
                     return
 
     def send(self, number: int, prompt: BatchPrompt) -> None:
-        """Hand a prompt to the batch, and say what became of it."""
         self._is_sent(number, self.here.send(prompt, lambda round: self.wire.post(Tokens(number, round))))
 
     def score(self, number: int, ids: list[int], count: int) -> None:

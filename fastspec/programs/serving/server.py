@@ -150,7 +150,6 @@ class Row:
         return events
 
     def _read(self, round: StreamedRound | Visit) -> list[Event]:
-        """The events of a round by itself."""
         if isinstance(round, Visit):
             return [stage_of(round)]
         named = [] if self.rounds is None else [self.rounds.named(round)]
@@ -165,7 +164,6 @@ class Row:
             self.answers.post(self.index, events, urgent)
 
     def over(self, future: Future[Any]) -> None:
-        """The batch is done with it, however it ended."""
         cancelled = future.cancelled() and self.failed is None
         error = self.failed or (None if cancelled else future.exception())
         outcome = "cancelled" if cancelled else "error" if error is not None else self._reason()
@@ -218,7 +216,6 @@ class ServedAnswers:
     sent: list[Sent] = field(default_factory=list)
 
     def post(self, index: int, item: Posted, urgent: bool = False) -> None:
-        """Hand on the events of one answer, or what reads them, or its error."""
         self.mail.post(self.queue, (index, item), urgent)
 
     def cancel(self) -> None:
@@ -274,7 +271,6 @@ class Server:
         tokenizer("")  # sets padding and truncation, which threads could not beside others
 
     def read(self, body: Any, route: Route, request_id: str = "") -> AnswerRequest:
-        """Read a request. Raises Refused for what cannot be answered, which it names."""
         return read(body, route, request_id, self.limits, self.name, self.batch.model, self.calls, self.chat_template)
 
     async def ask(self, read: Callable[[], AnswerRequest]) -> ServedAnswers:
@@ -362,7 +358,6 @@ class Server:
         sent.answer.add_done_callback(row.over)
 
     def _begin(self) -> None:
-        """Note when the first of what is open came."""
         if not self._open:
             self._moved = time.monotonic()
 

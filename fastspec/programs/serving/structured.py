@@ -139,7 +139,6 @@ def closed(schema: Any) -> Any:
 
 
 def _schemas(schema: Any) -> Iterator[Body]:
-    """A schema and all that are in it."""
     if not isinstance(schema, dict):
         return
     yield schema

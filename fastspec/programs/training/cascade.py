@@ -72,7 +72,6 @@ def calibration_rows(held: ScoredTable, *, more: Mapping[str, Any]) -> list[Row]
 
 
 def stops(solver: Solver, held: ScoredTable, price: float) -> Tensor:
-    """The stage at which every item stops [n] int64."""
     last = len(held.scores) - 1
 
     def stop(item: int) -> int:

@@ -164,7 +164,6 @@ def check_answers(
 
 
 def check_training(items: Sequence[Item], seed: int, share: float) -> None:
-    """Raise Unsupported where too few of the items are for training."""
     count = sum(records.split(item.name, seed, share) == records.SPLITS[0] for item in items)
     if count < LEAST_ITEMS:
         found = f"{count} of {len(items)} items are for training (share={share}, seed={seed})"
@@ -173,7 +172,6 @@ def check_training(items: Sequence[Item], seed: int, share: float) -> None:
 
 
 def place(model: Any) -> dict[str, str]:
-    """The device, the dtype and the versions that a model runs with."""
     told = environment(model)
     return {name: str(told[name]) for name in ("device", "dtype", "torch", "transformers", "fastspec", "commit")}
 
@@ -300,11 +298,9 @@ class Given:
 
     @property
     def way(self) -> str:
-        """Way that answers are judged, for people."""
         return {"number": "the number", "text": "the text", "choice": "the letter"}[self.kind] + " in `answer`"
 
     def accepts(self, answer: str) -> bool:
-        """True where an answer is right."""
         if self.kind == "number":
             value = number(answer)
             return value is not None and value == number(self.answers[0])

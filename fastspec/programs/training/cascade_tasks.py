@@ -140,7 +140,6 @@ class Tasks:
         )
 
     def _metric(self, task: str, samples: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-        """The metric of a task and the filter that it is of."""
         pairs = list(dict.fromkeys((metric, each["filter"]) for each in samples for metric in each["metrics"]))
         wanted = [pair for name in self.metrics for pair in pairs if name in (pair[0], ",".join(pair))]
         if self.metrics and not wanted:

@@ -149,5 +149,4 @@ class TrainConfig:
 
     @property
     def keeps_features(self) -> bool:
-        """True where the target's features are kept anywhere."""
         return self.keep_features > 0 or self.keep_features_host > 0

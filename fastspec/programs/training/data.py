@@ -76,12 +76,10 @@ class Texts:
         return np.minimum(places[np.searchsorted(places, offsets[:-1])], offsets[1:]) - offsets[:-1]
 
     def text(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, answer mask) of one conversation."""
         start = int(self.lengths[:index].sum())
         return self.tokens[start : start + self.lengths[index]], self.answer[start : start + self.lengths[index]]
 
     def select(self, keep: np.ndarray) -> Texts:
-        """The conversations whose entry in `keep` (bool) is True."""
         flat = np.repeat(keep, self.lengths)
         return Texts(self.tokens[flat], self.lengths[keep], self.answer[flat], self.greedy[keep])
 

@@ -39,7 +39,6 @@ def freeze(target: Any) -> Any:
 
 
 def decoder(target: Any) -> Any:
-    """The target without its LM head."""
     if hasattr(target, "get_decoder"):
         return stack_of(target.get_decoder())
     return getattr(target, target.base_model_prefix)
@@ -235,7 +234,6 @@ class KeptFeatures:
         return found
 
     def _kept(self, text: int) -> list[Tensor]:
-        """The parts of its shelf that a text has."""
         features, *others = self.shelves[self.place[text]]
         first, begins = self.first[text], self.first_judged[text]
         kept = [part[begins : begins + self.judged[text]] for part in others]
