@@ -113,9 +113,8 @@ class Predictor:
                 head, held_out = train(given.float(), labels[:, stage:].float(), logs, folds, generator)
             heads.append(head)
             points.append(held_out)
-            outlooks.append(
-                tuple(_outlook(held_out[:, at], labels[:, stage + at], folds) for at in range(len(stages) - stage))
-            )
+            given_by = zip(held_out.T, labels[:, stage:].T, strict=False)
+            outlooks.append(tuple(_outlook(logits, wanted, folds) for logits, wanted in given_by))
             means = held_out[:, len(stages) - stage :].double().exp().mean(0)
             factors.append(tuple((fresh[:, stage + 1 :].double().clamp(min=1).mean(0) / means).tolist()))
         return cls(tuple(stages), tuple(heads), tuple(outlooks), tuple(factors), tuple(points), fresh, kept)

@@ -56,15 +56,13 @@ class Answer:
         return self.accepted / self.drafted if self.drafted else None
 
     def as_json(self) -> dict[str, Any]:
-        told, length = self.explanation, self.acceptance_length
-        return {
-            **asdict(self),
-            "tokens_per_second": round(self.tokens_per_second, 2),
-            "acceptance_length": None if length is None else round(length, 3),
-            "acceptance_rate": None if self.acceptance_rate is None else round(self.acceptance_rate, 3),
-            "explanation": told
-            and {"stage": told.stage, "reused": told.reused, "milliseconds": told.milliseconds, **asdict(told)},
-        }
+        told, found = self.explanation, asdict(self) | {"tokens_per_second": round(self.tokens_per_second, 2)}
+        for name in ("acceptance_length", "acceptance_rate"):
+            value = getattr(self, name)
+            found[name] = None if value is None else round(value, 3)
+        if told is not None:
+            found["explanation"] |= {name: getattr(told, name) for name in ("stage", "reused", "milliseconds")}
+        return found
 
 
 @dataclass

@@ -221,10 +221,12 @@ def models_of(
     return cascade_models(config, model), tokenizer
 
 
-def stage_of(model: Any, tokenizer: Any, name: str, heads: dict[str, str], backend: BackendName) -> Stage:
+def stage_of(
+    model: Any, tokenizer: Any, name: str, heads: dict[str, str], backend: BackendName, processes: int | None = None
+) -> Stage:
     """The stage of a model, or of its name, which decodes with its head where it has one."""
     resources: dict[str, Any] = {"backend": backend} | ({"eagle3": heads[name]} if name in heads else {})
-    return Stage(model, tokenizer, name, "eagle3" if name in heads else "nasd", resources)
+    return Stage(model, tokenizer, name, "eagle3" if name in heads else "nasd", resources, tensor_parallel=processes)
 
 
 def check_names(stages: list[str], large: str, heads: list[str]) -> tuple[Named, tuple[str, str], dict[str, str]]:

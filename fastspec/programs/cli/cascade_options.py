@@ -77,10 +77,7 @@ def cascade_of(
         label = Predictor.load(predictor).stages[-1]  # the large model's name is the predictor's
         models, _, drafts = check_names(stages or [], f"{label}={model}", heads)
         processes = dict(_processes(text, [name for name, _ in models]) for text in cut or ())
-        below = [
-            replace(stage_of(source, None, name, drafts, backend), tensor_parallel=processes.get(name))
-            for name, source in models
-        ]
+        below = [stage_of(source, None, name, drafts, backend, processes.get(name)) for name, source in models]
         config = Cascade(stages=below, label=label, predictor=str(predictor))
     if config.mode != "adaptive":
         if price is not None:

@@ -289,7 +289,10 @@ def bound(host: str, port: int) -> socket.socket:
 
 def run_server(app: RequestMiddleware, listener: socket.socket, *, log_level: str = "info", grace: int = 10) -> None:
     """Serve on a socket of `bound` until SIGINT or SIGTERM; requests that run then have `grace` seconds to end."""
-    _log_to_stderr(log_level)
+    handler = logging.StreamHandler()  # our own messages, whatever other libraries have made of the root's handlers
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.handlers, log.propagate = [handler], False
+    log.setLevel(log_level.upper())
     transformers_logging.get_logger("transformers").setLevel(logging.ERROR)  # it warns of every request
     host, port = listener.getsockname()[:2]
     app.loopback = ipaddress.ip_address(host).is_loopback
@@ -301,11 +304,3 @@ def run_server(app: RequestMiddleware, listener: socket.socket, *, log_level: st
     http: dict[str, Any] = {"http": "h11", "h11_max_incomplete_event_size": HEADER}
     config = uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=grace, **http)
     uvicorn.Server(config).run([listener])
-
-
-def _log_to_stderr(level: str) -> None:
-    """Write our own messages, whatever other libraries have made of the root's handlers."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    log.handlers, log.propagate = [handler], False
-    log.setLevel(level.upper())

@@ -373,12 +373,6 @@ def _conversation(body: Body) -> list[Body]:
     return messages
 
 
-def _decrypted(item: Body) -> str:
-    """The reasoning that an item holds in the form of this server; that of others cannot be read."""
-    held = item.get("encrypted_content")
-    return held.removeprefix(fields.MARK) if isinstance(held, str) and held.startswith(fields.MARK) else ""
-
-
 def _messages(items: list[Body]) -> list[Body]:
     """The messages of items: reasoning and calls of tools are parts of the assistant's message beside them."""
     messages: list[Body] = []
@@ -388,9 +382,10 @@ def _messages(items: list[Body]) -> list[Body]:
         if "role" in item:
             messages.append({"role": item["role"], "content": item.get("content")})
         elif kind == "reasoning":
-            parts = item.get("content")
+            parts, held = item.get("content"), str(item.get("encrypted_content"))
             texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
-            reasoning += "".join(text for text in texts if isinstance(text, str)) or _decrypted(item)
+            own = held.removeprefix(fields.MARK) if held.startswith(fields.MARK) else ""  # others' cannot be read
+            reasoning += "".join(text for text in texts if isinstance(text, str)) or own
             continue
         elif kind == "function_call":
             name, space = item.get("name"), item.get("namespace")

@@ -83,22 +83,19 @@ class Wire:
         self._thread.join()
 
     def _write(self) -> None:
+        told, over = self.beside(), False
         try:
-            self._send_all()
+            while not over:
+                messages = self._waiting()
+                over, before, told = messages[-1:] == [self._over], told, self.beside()
+                if messages or told != before:
+                    self.connection.send_bytes(pickle.dumps((messages[:-1] if over else messages, told)))
         except OSError:  # the other end has gone
             pass
         except BaseException:  # an unpicklable message: both ends hear of it, none waits for what will not come
             with socket.socket(fileno=os.dup(self.connection.fileno())) as held:
                 held.shutdown(socket.SHUT_RDWR)
             raise
-
-    def _send_all(self) -> None:
-        told, over = self.beside(), False
-        while not over:
-            messages = self._waiting()
-            over, before, told = messages[-1:] == [self._over], told, self.beside()
-            if messages or told != before:
-                self.connection.send_bytes(pickle.dumps((messages[:-1] if over else messages, told)))
 
     def _waiting(self) -> list[Any]:
         """All that waits; nothing where for a while nothing is posted."""

@@ -45,12 +45,6 @@ class Teacher:
     best: Tensor
 
 
-def feature_loss(states: Tensor, features: Tensor, weight: Tensor) -> Tensor:
-    """Sum over rows of weight * mean smooth L1 distance; the head's states and the target's features [M, H], weight
-    [M]."""
-    return (F.smooth_l1_loss(states.float(), features.float(), reduction="none").mean(-1) * weight).sum()
-
-
 class TrainingTimeTest(nn.Module):
     """Head with its unrolled loss, as one module so that data-parallel wrappers see one forward. To `loss`, a name of
     `LOSSES`, EAGLE-1/2 heads add FEATURE_LOSS times the distance from the features that their states stand for."""
@@ -94,7 +88,8 @@ class TrainingTimeTest(nn.Module):
             used = weight * inside
             loss = self.loss(logits, teacher.probs, teacher.inside, used) / used.sum().clamp(min=1)
             if goal is not None:
-                loss = loss + FEATURE_LOSS * feature_loss(states, goal, used) / used.sum().clamp(min=1)
+                apart = F.smooth_l1_loss(states.float(), goal.float(), reduction="none").mean(-1)
+                loss = loss + FEATURE_LOSS * (apart * used).sum() / used.sum().clamp(min=1)
             total = total + self.decay**step * loss
             losses.append(loss.detach())
             with torch.no_grad():
