@@ -109,8 +109,7 @@ def median_answer(answers: Sequence[MeasuredAnswer]) -> MeasuredAnswer:
 
 
 def first_difference(ours: Sequence[Any], plain: Sequence[Any]) -> int | None:
-    """Index of the first token (or character) that differs, None where there is none; an answer that ends early differs
-    after its end."""
+    """Index of the first token (or character) that differs, or is in one of them alone; None if they are equal."""
     if ours == plain:
         return None
     pairs = enumerate(zip(ours, plain, strict=False))

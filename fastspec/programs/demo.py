@@ -33,8 +33,7 @@ PROMPTS = (
 """(category, prompt) of the demo when the caller gives no prompt of their own."""
 
 NEW_TOKENS, NEW_TOKENS_ON_CUDA = 96, 48
-"""Of an answer, at the most. On CUDA transformers' own answers take most of the time: 16 s for these prompts in 96
-tokens on an H200."""
+"""Of an answer, at the most. On CUDA transformers' own answers take most of the time."""
 WARM_UP = 8
 """New tokens of transformers' warm-up."""
 METHODS = (BASELINE, "autoregressive", "eagle3")
@@ -72,8 +71,7 @@ class Result:
 
 
 class MarkedStreamer:
-    """Streamer that prints accepted draft tokens in colour and the target's own plain; `on_round` comes before `put`
-    of the same tokens."""
+    """Streamer that prints accepted draft tokens in colour; `on_round` comes before `put` of the same tokens."""
 
     def __init__(self, tokenizer: Any, console: Console) -> None:
         self.tokenizer, self.console = tokenizer, console

@@ -1,5 +1,4 @@
-"""Heads and cascades that a command names: the assistants that read a head, and its fit to a model before its weights
-are loaded; the tokenizer of a cascade."""
+"""Heads and cascades that a command names: who reads a head, its fit to a model, and the tokenizer of a cascade."""
 
 from __future__ import annotations
 

@@ -47,8 +47,7 @@ def _bars(console: Console, *columns: Any, per_second: float = 10) -> Progress:
 
 @contextmanager
 def counting(what: str, console: Console | None = None, per_second: float = 10) -> Iterator[Callable[[int, int], None]]:
-    """A function to call with (how many are done, of how many): a bar in a terminal, drawn so often a second, else a
-    line "3 of 8 <what>" each time."""
+    """A function to call with (done, of how many): a bar in a terminal, else a line "3 of 8 <what>" each time."""
     console = console or Console(stderr=True)
     if not console.is_terminal:
         yield lambda done, of: console.print(f"{done} of {of} {what}", markup=False, highlight=False)

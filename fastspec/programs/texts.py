@@ -1,5 +1,4 @@
-"""Prompts and answers of programs: JSON lines, chat templates, padding, ends of answers, and marks of their tokens:
-accepted drafts, and the target's own."""
+"""Prompts and answers of programs: JSON lines, chat templates, padding, ends of answers, marks of their tokens."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ def first_turn(row: dict[str, Any]) -> Any:
 
 
 def read_prompts(path: str | Path) -> Iterator[tuple[int, dict[str, Any], str]]:
-    """(line number, row, first user turn) of a jsonl file with `prompt` or `turns` in each row. Raises Unsupported for
-    a file or a row that is not of this form."""
+    """(line number, row, first user turn) of a jsonl file. Raises Unsupported for a row without `prompt` or `turns`."""
     for number, row in read_jsonl(path):
         text = first_turn(row)
         if not isinstance(text, str):
@@ -118,8 +116,7 @@ def encode(
 
 
 def padded_inputs(batch: Sequence[Sequence[int]], config: Any, device: Any) -> dict[str, Any]:
-    """Prompts as `input_ids` and `attention_mask` [B, T], padded on the left, and the `pad_token_id` of a generation
-    config, an end token where it has none."""
+    """Prompts as `input_ids` and `attention_mask` [B, T], padded on the left, and the config's `pad_token_id`."""
     from fastspec.patches.cascade.settings import left_padded
     from fastspec.patches.hf.ends import end_tokens
 
@@ -140,8 +137,7 @@ ACCEPTED, RECOVERED, BONUS, OWN = "accepted", "recovered", "bonus", "own"
 
 
 def own_mark(tokens: Sequence[int], parents: Sequence[int], path: Sequence[int], last: int) -> str:
-    """Mark of the target's own token `last` behind the accepted path of a draft tree: recovered in a rejected draft's
-    place, a bonus after the path's end."""
+    """Mark of the target's token `last` after an accepted path: recovered in a rejected draft's place, else a bonus."""
     beside = [tokens[node] for node in range(1, len(tokens)) if parents[node] == path[-1]]
     if len(tokens) == 1:
         return OWN

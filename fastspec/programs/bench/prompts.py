@@ -43,8 +43,7 @@ def rows_of(texts: Sequence[str]) -> list[Row]:
 def encode_rows(
     rows: list[Row], tokenizer: Any, model: Any, each: int | None, max_new_tokens: int, say: Say
 ) -> list[BenchPrompt]:
-    """The first `each` prompts of every category that the model has positions for, categories in the order of their
-    first prompt."""
+    """The first `each` prompts of every category that the model has positions for, by category."""
     from fastspec.patches.hf.config_fields import position_limit
 
     bound = position_limit(model.config)

@@ -96,8 +96,7 @@ def writer(path: Path | None) -> Iterator[Callable[[Row], None] | None]:
 
 
 def print_profiles(profiles: Mapping[str, Profile], folder: Path, console: Console) -> None:
-    """Times of the parts of each method's rounds, and the file of their trace for Perfetto. Raises Unsupported where it
-    cannot be written."""
+    """Times of the parts of each method's rounds, and the file of their trace for Perfetto."""
     for name, profile in profiles.items():
         path = folder / f"TRACE-{name.replace(':', '-')}.json"
         console.print(f"\n{name}", style="bold", markup=False)

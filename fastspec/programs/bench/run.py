@@ -229,8 +229,7 @@ def by_peer(
     runs: int,
     say: Say,
 ) -> Iterator[Row]:
-    """Rows of an engine, which has the device to itself: the model goes to the CPU. `answered` are the batches with
-    their size and the baseline's answer."""
+    """Rows of an engine, for which the model goes to the CPU. `answered`: (size, batch, the baseline's answer)."""
     import torch
 
     from fastspec.patches.assistants.heads import load_head
@@ -262,8 +261,7 @@ def by_peer(
 
 
 def readable(head: EagleHead, source: str, place: str) -> str:
-    """Folder of a head that other programs read: its own, or `place`, to which one is written out whose LM head the
-    target lends."""
+    """Folder of a head for other programs: its own, or `place`, where one without an LM head is written out with it."""
     from fastspec.patches.assistants.heads import find_head
     from fastspec.programs.training.save import save_head, with_own_lm_head
 

@@ -121,8 +121,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _read(name: str, text: str) -> Any:
-    """The value that a text gives a field: a number, on or off, JSON, or else the text itself. "default" is the class's
-    default."""
+    """The value that a text gives a field: "default", on or off, JSON, or else the text itself."""
     if text == "default":
         return FIELDS.get(name)
     if text in ("on", "off"):

@@ -128,8 +128,7 @@ class Chat:
 
     @classmethod
     def open(cls, settings: Settings, **own: Any) -> Chat:
-        """Load the settings' model, patch it and check the assistants, `own` beside them. Raises what loading and
-        patching raise."""
+        """Load the settings' model, patch it and check the assistants, `own` beside them."""
         chat = cls(None, None, settings, **own)
         chat.check_own(settings)
         for name in settings.assistants:
@@ -279,8 +278,7 @@ class Chat:
         return answer
 
     def keep(self, turn: ChatTurn) -> None:
-        """Make a turn part of the conversation, which goes on from its first answer. A turn stopped before its first
-        token is dropped."""
+        """Make a turn part of the conversation, which goes on from its first answer, if that has a token."""
         if not turn.answers or not turn.answers[0].tokens:
             return
         self.turns.append(turn)

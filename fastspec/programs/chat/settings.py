@@ -1,5 +1,4 @@
-"""Settings of a chat, one frozen object that the commands replace; the heads, draft models and cascades of them; parts
-of one's own from a Python file."""
+"""Settings of a chat, their heads, draft models and cascades, and parts of one's own from a Python file."""
 
 from __future__ import annotations
 
@@ -55,9 +54,8 @@ _NEUTRAL = {"min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff":
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a chat. `resources` are pairs (assistant, source), as `fastspec.patch` takes them; temperature in the
-    target's logits, `max_new_tokens` per answer. Raises `Unsupported` for values out of range.
-    """
+    """Settings of a chat. `resources` are pairs (assistant, source), as `fastspec.patch` takes them; `max_new_tokens`
+    are per answer. Raises `Unsupported` for values out of range."""
 
     model: str = SMOLLM2
     resources: tuple[tuple[str, str], ...] = SMOLLM2_HEADS

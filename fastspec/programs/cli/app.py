@@ -1,5 +1,4 @@
-"""The command line of fastspec, gathered: a file beside this one holds each command or group, and loads its program on
-use."""
+"""The command line of fastspec: a file beside this one holds each command or group, and loads its program on use."""
 
 from __future__ import annotations
 

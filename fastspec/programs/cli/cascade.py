@@ -57,8 +57,7 @@ RATED, LONG = 8, 64
 
 
 def _from_yaml(ctx: typer.Context, path: Path | None) -> Path | None:
-    """Take the options of a command from a YAML file, where the command line does not give them. Raises Unsupported for
-    keys that are no options."""
+    """Take the options of a command from a YAML file, where the command line does not give them."""
     if path is None:
         return None
     read = read_yaml(path)

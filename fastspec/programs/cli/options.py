@@ -54,8 +54,7 @@ UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 class NamingCommand(typer.core.TyperCommand):
-    """Command that takes older spellings of its options, says which one a mistyped option is like, and where an option
-    that it had went (`gone`)."""
+    """Command that takes older spellings of its options, and says what a mistyped one is like and where one went."""
 
     gone: ClassVar[Mapping[str, str]] = {}
 
@@ -75,8 +74,7 @@ class NamingCommand(typer.core.TyperCommand):
 
 
 def model_name(argument: str | None, option: str | None, default: str | None = None) -> str:
-    """The model that a command names, by its argument or by --model. Raises Unsupported where there is none of that
-    name."""
+    """The model that a command names, by its argument or by --model. Raises Unsupported where there is none."""
     if argument is not None and option is not None:
         raise typer.BadParameter(f"MODEL {argument} names the model already: give one of them", param_hint="--model")
     found = default if argument is None and option is None else argument if option is None else option
@@ -106,8 +104,7 @@ def patched_model(
     head_bits: HeadBits | None = None,
     processes: int = 1,
 ) -> tuple[Any, Any]:
-    """(model, tokenizer): a model loaded and patched as a command's options say, `heads` by assistant; cut over so many
-    processes."""
+    """(model, tokenizer), loaded and patched as a command's options say, `heads` by assistant."""
     import torch
 
     import fastspec

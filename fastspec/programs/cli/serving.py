@@ -43,8 +43,7 @@ class Chosen:
 
 
 def chosen_of(name: str, given: Mapping[str, str], assistant: str | None) -> Chosen:
-    """The assistant that a command names for a model, else that of a head that it was given (by assistant) or that
-    ships for the model, else "nasd"."""
+    """The assistant that a command names, else that of a given head or of one that ships for the model, else "nasd"."""
     if assistant not in (None, *ASSISTANTS):
         raise Unsupported(f"--assistant {assistant}: {accepted(str(assistant), ASSISTANTS)}")
     heads = dict(SHIPPED.get(name, ())) | dict(given)
@@ -74,8 +73,7 @@ def chosen_beside(
 def model_of(
     name: str, chosen: Chosen, device: str | None = None, backend: BackendName = "auto", **loading: Any
 ) -> tuple[Any, Any]:
-    """(model, tokenizer) of a command, patched with its head; `loading` are those of `patched_model`. Without a device
-    it is that of the process."""
+    """(model, tokenizer) of a command, patched with its head, by default on the process' own device."""
     from fastspec.programs.bulk import own_device
 
     heads: dict[str, str] = {} if chosen.head is None else {chosen.assistant: chosen.head}
@@ -162,8 +160,7 @@ def opened(
     cascade: Cascade | None = None,
     **loading: Any,
 ) -> tuple[PromptBatch, Any]:
-    """(an open batch, its tokenizer) of `fastspec serve`, in a process that its rounds run in; warmed up with `warmup`.
-    `loading` are those of `model_of`."""
+    """(an open batch, its tokenizer) of `fastspec serve`, in the process of its rounds; `loading` are `model_of`'s."""
     from fastspec.patches.continuous import continuous
 
     target, tokenizer = model_of(model, chosen, cascade=cascade, **loading)

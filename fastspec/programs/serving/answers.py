@@ -1,5 +1,4 @@
-"""Events of an answer, in the order in which its text has them: the one list that whole and streamed answers of all
-routes are written from."""
+"""Events of an answer in its text's order, which whole and streamed answers of all routes are written from."""
 
 from __future__ import annotations
 
@@ -90,9 +89,8 @@ class NamedStage(Beside):
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """End of the answer, with its tokens, and of the draft tokens those that are among them. `stop` is the stop string
-    that ended it, `cached` the prompt's tokens that were not read; its first token came `first` seconds after the
-    request, and its end after `seconds`."""
+    """End of the answer, with its tokens, and of its drafts those among them. `stop` is the stop string that ended it,
+    `cached` the prompt's tokens that were not read; it began `first`, and ended `seconds`, after the request."""
 
     reason: Literal["stop", "length", "tool_calls"]
     tokens: int
@@ -117,8 +115,7 @@ def merged(events: Iterable[Event]) -> Iterator[Event]:
 
 
 class Detokenizer:
-    """Text of tokens that come in pieces; a character whose bytes are not all there comes with its last one, or at the
-    end as U+FFFD."""
+    """Text of tokens that come in pieces; a character comes with the last of its bytes, or at the end as U+FFFD."""
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool) -> None:
         self.whole, self.tokenizer, self.skip = tokenizer, tokenizer.backend_tokenizer, skip_special_tokens
@@ -147,8 +144,7 @@ class Detokenizer:
 
 
 def _as_text(name: str, spec: dict[str, Any]) -> dict[str, Any]:
-    """Field of a response template whose value is its text, whatever that holds; of a call of tools with what opens and
-    closes it."""
+    """Field of a response template whose value is its text; of a call of tools with what opens and closes it."""
     named = ("open", "open_pattern", "close", "close_pattern")
     delimiters: dict[str, Any] = {key: spec[key] for key in named if key in spec}
     plain = {"content": "text", "content_args": {"strip": False}, "repeats": True, "transform": "{content}"}
@@ -243,8 +239,7 @@ def _call(function: dict[str, Any]) -> ToolCall:
 
 
 class CallsParser:
-    """Parser of an answer that a grammar holds to calls of tools: a list of them, or the arguments of the `tool`
-    alone."""
+    """Parser of an answer that a grammar holds to a list of calls, or to the arguments of the `tool` alone."""
 
     def __init__(self, tool: str | None) -> None:
         self.tool, self.text = tool, ""

@@ -258,8 +258,7 @@ def _failed(error: Exception, name: str, path: str) -> JSONResponse:
 
 
 def policy_of(text: str) -> str:
-    """The Content-Security-Policy of a page: its own script and style run and nothing else, it asks its own server
-    alone, and makes no element of a text."""
+    """Content-Security-Policy of a page: it runs its own script and style and asks its own server, and nothing else."""
     rules = dict.fromkeys(("default-src", "base-uri", "form-action", "frame-ancestors", "trusted-types"), "'none'")
     rules |= {"script-src": _hashes(text, "script"), "style-src": _hashes(text, "style"), "img-src": "data:"}
     rules |= {"connect-src": "'self'", "require-trusted-types-for": "'script'"}
@@ -273,8 +272,7 @@ def _hashes(text: str, tag: str) -> str:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket for `run_server`, which does not listen yet. Raises Unsupported for an address that cannot be had:
-    taken, or no own one."""
+    """A socket for `run_server`, which does not listen yet. Raises Unsupported for an address that cannot be had."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]

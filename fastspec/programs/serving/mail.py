@@ -13,8 +13,7 @@ LONGEST_PACE = 0.04
 
 
 class Mail:
-    """Brings what the batch's thread says to the event loop: all that waits in one wake-up. With many readers wake-ups
-    are `PACE` for each of them apart."""
+    """Mail from the batch's thread to the event loop, all that waits in one wake-up, `PACE` a reader apart."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop

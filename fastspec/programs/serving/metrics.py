@@ -57,8 +57,7 @@ class Rate:
 
 
 class Metrics:
-    """The metrics of one server; `registry` is what `/metrics` shows, `info` what is served. Those of stages have no
-    values without a cascade."""
+    """The metrics of one server; `registry` is what `/metrics` shows, `info` what is served."""
 
     def __init__(self, batch: Served, info: dict[str, str]) -> None:
         self.batch, self.info, self.rate, self.registry = batch, info, Rate(), CollectorRegistry()

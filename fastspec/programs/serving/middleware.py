@@ -55,8 +55,7 @@ class ClientGone(Exception):
 
 
 class RequestMiddleware:
-    """ASGI middleware around `app`, outside all else. A request whose client goes away is cancelled, streamed or
-    not."""
+    """ASGI middleware around `app`. A request whose client goes away is cancelled, streamed or not."""
 
     loopback = False
     """True where it listens to this machine alone: without a key a page of another name, which a browser here shows and

@@ -326,14 +326,12 @@ def _effort(asked: str, template: str) -> Body:
 
 
 def _spaced(space: str, name: str) -> str:
-    """The name of a tool in a namespace as a model knows it, whose own names have no point: of the customary form
-    `mcp__server__tool`."""
+    """The name of a tool in a namespace as a model knows it, of the customary form `mcp__server__tool`."""
     return f"{space.rstrip('_')}__{name}"
 
 
 def _functions(tools: list[Body]) -> tuple[list[Body], dict[str, Body]]:
-    """Tools as templates read them, and the names of those in namespaces. The description of a namespace begins that of
-    its first tool."""
+    """Tools as templates read them, and the names of those in namespaces, whose description begins the first tool's."""
     found: list[Body] = []
     spaces: dict[str, Body] = {}
     for tool in tools:

@@ -67,9 +67,7 @@ def left_alone_by_the_collector() -> Iterator[None]:
 
 def run_rounds(connection: Connection, build: Callable[[], Opened]) -> None:
     """The process' work: open a batch, and decode what the other process asks for until that closes it or has gone.
-
-    Signals are the other process's matter, which a terminal or a supervisor may have sent to both.
-    """
+    Signals are the other process's matter."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, name="fastspec-parent", daemon=True).start()

@@ -31,8 +31,7 @@ from fastspec.programs.serving.structured import call_form, check
 from fastspec.programs.serving.templates import chat_template, folded, response_template, takes_notes
 
 LONG = 16
-"""Characters for each token that a row has room for, above which a prompt's first ones are counted alone: a megabyte
-takes a tokenizer seconds."""
+"""Characters for each token of a row's room, above which a prompt's first ones are counted alone."""
 STALLED = 30.0
 """Seconds without the end of a turn of the rounds, while requests are there, from which on a server is unhealthy."""
 Posted = list[Event] | Callable[[], list[Event]] | BaseException
@@ -223,8 +222,7 @@ class ServedAnswers:
             sent.answer.cancel()
 
     async def events(self) -> AsyncIterator[list[tuple[int, Event]]]:
-        """The events of all answers as they come, up to their ends. Raises what ended one of them, and cancels the
-        others."""
+        """The events of all answers, up to their ends. Raises what ended one of them, and cancels the others."""
         left = self.asked.count
         while left:
             parts: dict[int, list[Event]] = {}
@@ -362,8 +360,7 @@ class Server:
             self._moved = time.monotonic()
 
     def _read(self, asked: AnswerRequest) -> tuple[AnswerRequest, list[ReadPrompt]]:
-        """A request and its prompts. Texts are tokenized by a call that lets go of the interpreter. Raises Refused for
-        another assistant than the rows have."""
+        """A request and its prompts. Raises Refused for another assistant than the rows have."""
         own = self.info["assistant"]
         refuse_fields(asked, self.batch.info)
         if asked.assistant not in (None, own, *NO_DRAFTS):
@@ -445,8 +442,7 @@ class Server:
             raise Refused(message, 429, headers={"Retry-After": "1"})
 
     async def _is_taken(self, sent: Sent) -> None:
-        """Return when the batch has taken a prompt. Raises Refused; where nobody waits for that any more the prompt is
-        let go of."""
+        """Return when the batch has taken a prompt. Raises Refused; where nobody waits any more it is let go of."""
         try:
             await asyncio.shield(asyncio.wrap_future(sent.taken))
         except asyncio.CancelledError:

@@ -50,8 +50,7 @@ class Failure:
 
 class Wire:
     """One end of a connection. A thread sends what is posted in its order, all that waits as one parcel with what
-    `beside` says then; where that has changed a while later it goes alone. A message that cannot be pickled ends the
-    connection for both ends."""
+    `beside` says then; a change of that goes alone. A message that cannot be pickled ends the connection."""
 
     def __init__(self, connection: Connection, beside: Callable[[], Any] = lambda: None) -> None:
         self.connection, self.beside = connection, beside

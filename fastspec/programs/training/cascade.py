@@ -82,8 +82,7 @@ def stops(solver: Solver, held: ScoredTable, price: float) -> Tensor:
 
 
 def prices_of(solver: Solver, held: ScoredTable, start: float, count: int = PRICES) -> list[float]:
-    """Prices in equal ratios from one at which every item stops at stage 0 to one after which nothing changes, searched
-    from `start`."""
+    """Prices in equal ratios from one at which every item stops at stage 0 to one after which nothing changes."""
     low, high = start, 2 * start
     for _ in range(ROUNDS):
         if not bool(stops(solver, held, low).any()):

@@ -1,5 +1,4 @@
-"""Answers that a cascade's predictor is trained on: every stage's to every item, verified by the next stage, and
-judged."""
+"""Answers that a cascade's predictor is trained on: every stage's to every item, verified by the next, and judged."""
 
 from __future__ import annotations
 
@@ -334,8 +333,7 @@ def letter(text: str, choices: Sequence[str]) -> str | None:
 
 
 def normalise(text: str) -> str:
-    """Lower case, without punctuation, articles and repeated white space (SQuAD's evaluation script, arXiv
-    1606.05250)."""
+    """Lower case, without punctuation, articles and repeated white space (as SQuAD evaluates, arXiv 1606.05250)."""
     lowered = text.casefold()
     return " ".join(ARTICLES.sub(" ", lowered.translate(PUNCTUATION)).split()) or lowered.strip()
 

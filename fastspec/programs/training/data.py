@@ -62,8 +62,7 @@ class Texts:
             return cls(tokens, lengths, np.unpackbits(z["answer"], count=len(tokens)).astype(bool), greedy)
 
     def save(self, path: str | Path, **more: Any) -> None:
-        """Write a compressed npz: tokens (uint16 where they fit), lengths, answer (bits), greedy, and the arrays of
-        `more`."""
+        """Write a compressed npz: tokens (uint16 where they fit), lengths, answer (bits), greedy, and `more`."""
         small = self.tokens.size == 0 or self.tokens.max() < 2**16
         more |= {"tokens": self.tokens.astype(np.uint16 if small else np.int32), "lengths": self.lengths}
         np.savez_compressed(path, answer=np.packbits(self.answer), greedy=self.greedy, **more)
@@ -212,8 +211,7 @@ class TimeLimit:
         return self.began + 60 * self.minutes - time.perf_counter() if self.minutes > 0 else float("inf")
 
     def need(self, seconds: float) -> None:
-        """Raise `OutOfTime` where less is left; the first half of the time is open to work of any length, so that all
-        of it gets done."""
+        """Raise `OutOfTime` where less is left; the first half of the time is open to work of any length."""
         if self.left() < min(max(0.0, seconds), 30 * self.minutes):
             raise OutOfTime
 

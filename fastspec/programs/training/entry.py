@@ -84,8 +84,7 @@ def train(
 
 
 def _use(device: str | None) -> str | None:
-    """The named device, current from here on. Raises Unsupported for one that is not there, and for one GPU by its
-    number where several processes train."""
+    """The named device, current from here on. Raises Unsupported for one GPU where several processes train."""
     if device is None:
         return None
     processes = int(os.environ.get("WORLD_SIZE", 1))

@@ -169,8 +169,7 @@ class Enlarger:
     patches: ExitStack = field(default_factory=ExitStack, init=False)
 
     def run(self, texts: Texts) -> Texts:
-        """`texts` and what `config.continue_cut`, `second_answers` and `follow_ups` add to them; raises `OutOfTime`
-        with the clock."""
+        """`texts` and what the switches of `config` add to them; raises `OutOfTime` with the clock."""
         kinds = [kind for kind in ENLARGEMENTS if getattr(self.config, kind)]
         keep, parts, spent = np.ones(len(texts), dtype=bool), [], 0.0
         with ExitStack() as self.patches:
@@ -186,8 +185,7 @@ class Enlarger:
     def _kind(
         self, kind: str, texts: Texts, spent: float, bound: float
     ) -> tuple[list[tuple[Texts, np.ndarray]], float]:
-        """The shards of one kind, as (texts, index of the text that each came from), and the seconds spent so far, at
-        most `bound` give or take half a shard."""
+        """The shards of one kind, as (texts, places of the texts that they came from), and the seconds spent so far."""
         config, number = self.config, ENLARGEMENTS.index(kind)
         order = np.random.default_rng((config.seed, number)).permutation(candidates(kind, texts, self.ends))
         shards = Shards(Path(config.output) / "enlarge" / kind, self.clock)
@@ -209,8 +207,7 @@ class Enlarger:
     def _shard(
         self, kind: str, texts: Texts, chosen: np.ndarray, rng: np.random.Generator
     ) -> tuple[Texts, dict[str, Any]]:
-        """One shard of texts that the target went on with, and beside them `origin` and `made`, the number of new
-        tokens."""
+        """One shard of texts that the target went on with, their `origin`, and `made`, the number of new tokens."""
         self.patches.enter_context(answering(self.target, self.config.max_length))
         given, sampled = self._material(kind, [texts.text(i) for i in chosen], texts.greedy[chosen], rng)
         found = answer(self.target, [tokens for tokens, _ in given], sampled, self.config, self.ends)

@@ -78,8 +78,7 @@ def checkpoint_tensors(head: EagleHead) -> dict[str, torch.Tensor]:
 
 
 def with_own_lm_head(head: EagleHead) -> EagleHead:
-    """Copy of a bound head with an LM head of its own, for other programs; the head itself unless it has the target's
-    rows."""
+    """Copy of a bound head with an LM head of its own, or itself unless it has the target's rows."""
     if not head.config.target_rows:
         return head
     with torch.device("meta"):
@@ -113,8 +112,7 @@ def model_card(
     texts: int,
     validation: dict[str, Any] | None,
 ) -> str:
-    """README.md of a head, a model card: what it belongs to, how it was trained, how to use it. The licence is its
-    maker's to add."""
+    """Model card of a head: what it belongs to, how it was trained and is used. Its maker adds the licence."""
     name = Path(config.target).name if Path(config.target).exists() else config.target
     if head.kind == "eagle3":
         kind, assistant, taps = "EAGLE-3", "eagle3", f"taps (`hidden_states`) | {', '.join(map(str, head.taps))}"

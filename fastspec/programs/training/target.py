@@ -253,8 +253,7 @@ def _host_room() -> float:
 
 
 def _lock(part: Tensor) -> None:
-    """Page-lock a tensor of the host, for as long as it lives. torch's own allocator would round it up to a power of
-    two."""
+    """Page-lock a tensor of the host, for as long as it lives. torch would round its size up to a power of two."""
     if not part.numel():
         return
     part.zero_()  # pages come into being here, by all threads

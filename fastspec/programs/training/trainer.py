@@ -160,8 +160,7 @@ class Trainer:
         return kept
 
     def _own_groups(self, place: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-        """Batches of this process's texts, each of one memory or of texts that the target reads; as many in every
-        process."""
+        """Batches of this process's texts, each of one memory or none; as many in every process."""
         tokens, multiple, lengths = self.config.batch_tokens, self.config.length_multiple, self.texts.lengths
         mine = np.arange(len(lengths)) % self.accelerator.num_processes == self.accelerator.process_index
         groups: list[np.ndarray] = []
