@@ -189,10 +189,8 @@ class CacheManager:
         self._move(entry, moved=False)
 
     def _move(self, entry: _Entry, *, moved: bool) -> None:
-        places = [HOST if moved else home for home in entry.homes]
-        entry.layers = [
-            (keys.to(place), values.to(place)) for (keys, values), place in zip(entry.layers, places, strict=True)
-        ]
+        pairs = zip(entry.layers, [HOST if moved else home for home in entry.homes], strict=True)
+        entry.layers = [(keys.to(place), values.to(place)) for (keys, values), place in pairs]
         entry.moved = moved
         self._count("moves")
 

@@ -326,9 +326,8 @@ def _read_outlook(where: str, tensors: dict[str, Tensor]) -> CalibratedProbabili
     ascending = all(list(each) == sorted(each) for each in (edges, knots, values))
     if not ascending or counts.dtype != torch.long or int(counts.min()) < 0 or temperature[0] <= 0 or min(prior) <= 0:
         raise Unsupported(f"{where}: a calibration that falls, or a count, temperature or prior out of range")
-    return CalibratedProbability(
-        Calibrator(temperature[0], knots, values), Posterior(edges, tuple(counts.tolist()), *prior)
-    )
+    posterior = Posterior(edges, tuple(counts.tolist()), *prior)
+    return CalibratedProbability(Calibrator(temperature[0], knots, values), posterior)
 
 
 def _doubles(numbers: Sequence[Any]) -> Tensor:

@@ -87,9 +87,8 @@ def respond(chat: Chat, prompt: str, console: Console) -> ChatTurn:
             turn.answers.append(answer)
             if name == BEAMS:
                 shown.print(answer.text, markup=False, highlight=False)
-            trees = [
-                view.round_tree(chat.tokenizer, number, found) for number, found in enumerate(streamer.trees or (), 1)
-            ]
+            rounds = enumerate(streamer.trees or (), 1)
+            trees = [view.round_tree(chat.tokenizer, number, found) for number, found in rounds]
             trees += [view.stage_tree(answer.explanation)] if answer.explanation is not None else []
             if columns is None:
                 _print_all(console, trees)

@@ -282,10 +282,8 @@ class Chat:
         if not turn.answers or not turn.answers[0].tokens:
             return
         self.turns.append(turn)
-        self.conversation += [
-            {"role": "user", "content": turn.prompt},
-            {"role": "assistant", "content": turn.answers[0].text},
-        ]
+        said = ("user", turn.prompt), ("assistant", turn.answers[0].text)
+        self.conversation += [{"role": role, "content": text} for role, text in said]
 
     def restore(self, saved: SavedChat) -> dict[str, str]:
         """Go on with a chat that was saved, with its model and settings, as `reopen` does."""

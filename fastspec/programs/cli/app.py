@@ -54,9 +54,7 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def main(
-    version: Annotated[
-        bool, Option("--version", is_eager=True, callback=_version, help="Print the versions and exit.")
-    ] = False,
+    version: Annotated[bool, Option("--version", is_eager=True, callback=_version, help="Print the versions.")] = False,
 ) -> None:
     """Make Hugging Face models generate several tokens per forward pass, without changing their output."""
     warn_of_stranger()

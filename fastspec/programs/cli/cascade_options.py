@@ -17,7 +17,7 @@ from fastspec.programs.cli.options import HEADS
 from fastspec.programs.heads import named
 
 CascadeFile = Annotated[
-    Path | None, Option(help="YAML file of a cascade whose large model MODEL is. See docs/guide/cascade.md.")
+    Path | None, Option(help="YAML file of a cascade, MODEL its large model: docs/guide/cascade.md.")
 ]
 Stages = Annotated[
     list[str] | None, Option(help="NAME=MODEL of a cascade's smaller stage, the cheapest first; in place of a file.")
@@ -28,10 +28,10 @@ StageProcesses = Annotated[
     Option(help="NAME=N: over how many processes of torchrun a --stage is cut, 1 or all; 1 without it."),
 ]
 PredictorFile = Annotated[
-    Path | None, Option(help="With --stage: what `fastspec cascade train` wrote, for stages of these names.")
+    Path | None, Option(help="With --stage: what `fastspec cascade train` wrote for these stages.")
 ]
 Price = Annotated[
-    float | None, Option(min=0, help="What a bad answer costs, in milliseconds; the cascade's own without it.")
+    float | None, Option(min=0, help="Milliseconds that a bad answer costs; the cascade's own without it.")
 ]
 
 

@@ -24,7 +24,7 @@ def inspect(
         Argument(metavar="HEAD", help="Directory, hub id or shipped name of a head, or a model with an MTP layer."),
     ],
     model: Annotated[
-        str | None, Argument(metavar="MODEL", help="Model to check the head against, by its config alone.")
+        str | None, Argument(metavar="MODEL", help="Model whose config the head is checked against.")
     ] = None,
     model_option: ModelOption = None,
     probe: Annotated[bool, Option(help="Run the target, and measure which reading of flags drafts best.")] = False,

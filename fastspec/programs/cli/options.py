@@ -25,16 +25,12 @@ HEADS = "Hub id, directory or shipped name of an EAGLE head; repeatable, one of 
 Heads = Annotated[list[str] | None, Option("--head", help=HEADS)]
 MaxNewTokens = Annotated[int, Option(min=1, help="Longest answer, in tokens.")]
 Dtype = Annotated[
-    Literal["float32", "bfloat16", "float16"] | None, Option(help="By default float32 on the CPU, bfloat16 on CUDA.")
+    Literal["float32", "bfloat16", "float16"] | None, Option(help="Else float32 (CPU) or bfloat16 (CUDA).")
 ]
 Device = Annotated[str | None, Option(help="cpu, cuda or cuda:N; by default CUDA where there is a device.")]
-KERNELS = (
-    "Kernels: auto (the device's), torch, cpp (the CPU, with a compiler), triton (CUDA). See docs/guide/devices.md."
-)
+KERNELS = "Kernels: auto (the device's), torch, cpp (CPU, with a compiler), triton (CUDA). See docs/guide/devices.md."
 Backend = Annotated[BackendName, Option(help=KERNELS)]
-STORED = (
-    "Multiply quantised weights as stored, or by their own forward; else as is measured. See docs/guide/quantised.md."
-)
+STORED = "Multiply quantised weights as stored, or by their own forward; else as measured. See docs/guide/quantised.md."
 Stored = Annotated[bool | None, Option("--stored/--own-forward", help=STORED)]
 BITS = "Bits that a head is read in, 16 or 8; by default as is measured to be faster. See docs/guide/assistants.md."
 Bits = Annotated[HeadBits | None, Option("--head-bits", help=BITS)]

@@ -51,9 +51,8 @@ def chosen_of(name: str, given: Mapping[str, str], assistant: str | None) -> Cho
     chosen = cast(AssistantName, assistant or next(iter(first), "nasd"))
     if chosen in HEADS and chosen not in heads:
         others = f"; --head {next(iter(given.values()))} is for {' and '.join(given)}" if given else ""
-        raise Unsupported(
-            f"no head is known for {name!r}: name one with --head (a directory or a hub id) for {chosen}{others}"
-        )
+        known = f"no head is known for {name!r}: name one with --head (a directory or a hub id)"
+        raise Unsupported(f"{known} for {chosen}{others}")
     return Chosen(chosen, heads.get(chosen))
 
 
@@ -197,9 +196,7 @@ def serve(
     host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, Option(min=0, max=65535, help="Port to listen on.")] = 8000,
     api_key: Annotated[str | None, Option(envvar="FASTSPEC_API_KEY", help="Key that requests must bring.")] = None,
-    cors: Annotated[
-        list[str] | None, Option(help='Origin of pages that browsers let ask, "*" for any; may be repeated.')
-    ] = None,
+    cors: Annotated[list[str] | None, Option(help='Origin of pages that may ask, "*" for any; repeatable.')] = None,
     page: Annotated[bool, Option(help="Serve a page to chat with the model in a browser, at /.")] = True,
     max_length: MaxLength = None,
     max_new_tokens: Annotated[int, Option(min=1, help="Longest answer that a request may ask for, in tokens.")] = 4096,
@@ -208,9 +205,7 @@ def serve(
     prefill_chunk: Annotated[
         int | None, Option(min=1, help="Prompt tokens read between two rounds; by default 1,024 on CUDA, else 256.")
     ] = None,
-    prefix_caching: Annotated[
-        bool, Option(help="Read prompts from where a text that a row holds is like them.")
-    ] = True,
+    prefix_caching: Annotated[bool, Option(help="Read prompts from where a text that a row holds differs.")] = True,
     device: options.Device = None,
     backend: options.Backend = "auto",
     stored: options.Stored = None,

@@ -109,6 +109,10 @@ SPACE = object_of({"name": IS_TEXT, "type": one_of("namespace"), "tools": list_o
 EFFORTS = one_of("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
+def _is_truths(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(IS_TRUTH, value.values()))
+
+
 def _is_outputs(value: Any) -> bool:
     kinds = {"json": instance((dict, str)), "regex": IS_TEXT, "grammar": IS_TEXT, "choice": instance(list)}
     return object_of({}, {**kinds, "json_object": lambda held: held is True})(value) and len(value) == 1
@@ -129,16 +133,10 @@ ACCEPTED: dict[str, Check] = {
     "frequency_penalty": _number(-2, 2),
     "presence_penalty": _number(-2, 2),
     "price": (_number(0, math.inf)[0], "a number of milliseconds from 0 on: what a bad answer of a cascade costs"),
-    "logit_bias": (
-        _is_bias,
-        f"an object of up to {SEQUENCES} token numbers and what is added to their scores, -100 to 100",
-    ),
+    "logit_bias": (_is_bias, f"an object of up to {SEQUENCES} token numbers and what their scores get, -100 to 100"),
     "stop": STOP,
     "stream": TRUTH,
-    "stream_options": (
-        lambda value: IS_OBJECT(value) and all(map(IS_TRUTH, value.values())),
-        "an object of true and false",
-    ),
+    "stream_options": (_is_truths, "an object of true and false"),
     "messages": (OBJECTS, "a list of objects with role and content, a text or parts of type text"),
     "prompt": (
         either(IS_TEXT, TOKEN_IDS, list_of(either(IS_TEXT, TOKEN_IDS), 1, ANSWERS)),
@@ -196,10 +194,7 @@ OF_RESPONSES: dict[str, Check] = {
         ),
         "an object with effort, and a summary, in whose place the whole reasoning comes",
     ),
-    "tools": (
-        list_of(either(_is_tool, SPACE)),
-        "a list of tools of type function, each with a name, or namespaces of these",
-    ),
+    "tools": (list_of(either(_is_tool, SPACE)), "a list of tools of type function, each with a name, or namespaces"),
 }
 """The same of fields that hold something else on one route."""
 

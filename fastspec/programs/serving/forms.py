@@ -81,13 +81,11 @@ class Choices(Form):
         drafted = sum(end.drafted for end in ends)
         cached = sum(end.cached for index, end in self.ends.items() if index % self.asked.n == 0)
         first, last = min(end.first for end in ends), max(end.seconds for end in ends)
+        drafts = {"accepted": accepted, "rejected": drafted - accepted}
         usage = {
             **{"prompt_tokens": before, "completion_tokens": new, "total_tokens": before + new},
             "prompt_tokens_details": {"cached_tokens": cached},
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": drafted - accepted,
-            },
+            "completion_tokens_details": {f"{how}_prediction_tokens": count for how, count in drafts.items()},
         }
         timings = {
             **{"cache_n": cached, "prompt_n": before - cached, "prompt_ms": round(1e3 * first, 3)},

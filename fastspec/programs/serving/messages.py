@@ -16,6 +16,7 @@ from fastspec.programs.serving.requests import Body, Refused, Route
 
 STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 CHOICES = {"auto": "auto", "none": "none", "any": "required"}
+THINKING = "disabled", "adaptive", "enabled"
 
 
 def _is_text_or_blocks(value: Any) -> bool:
@@ -32,10 +33,7 @@ FIELDS: dict[str, fields.Check] = {
     "stop_sequences": fields.STOP,
     "tools": (list_of(_is_tool), "a list of tools, each with a name and an input_schema"),
     "tool_choice": (object_of({"type": one_of(*CHOICES, "tool")}), "an object of type auto, none, any or tool"),
-    "thinking": (
-        object_of({"type": one_of("disabled", "adaptive", "enabled")}),
-        "an object of type disabled, adaptive or enabled",
-    ),
+    "thinking": (object_of({"type": one_of(*THINKING)}), "an object of type disabled, adaptive or enabled"),
     "output_config": (
         object_of({}, {"format": either(one_of(None), FORMAT), "effort": either(one_of(None), fields.EFFORTS)}),
         "an object with format, of type json_schema with a schema, and effort",
@@ -117,7 +115,7 @@ def _messages(given: list[Body]) -> list[Body]:
         role, place = message.get("role"), f"messages[{number}].content"
         if role not in ("user", "assistant", "system") or not _is_text_or_blocks(content):
             raise Refused(
-                f"messages[{number}] must have a role, user, assistant or system, and content, a text or blocks"
+                f"messages[{number}] must have a role (user, assistant, system) and content, a text or blocks"
             )
         if isinstance(content, str):
             found.append({"role": role, "content": content})

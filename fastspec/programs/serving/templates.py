@@ -28,7 +28,7 @@ def takes_notes(tokenizer: Any) -> bool:
 
 
 def folded(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages for a template that takes a system's first alone: a later one ends that before it, or is a user's."""
+    """The messages for a template that takes a system's first alone: later ones end the one before, or are a user's."""
     found: list[dict[str, Any]] = []
     for message in messages:
         if message["role"] != "system" or not found:

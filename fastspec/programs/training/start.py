@@ -100,8 +100,8 @@ def start_from_target(head: EagleHead, target: Any, vocabulary: Tensor) -> None:
 
 @torch.no_grad()
 def start_from_features(head: EagleHead, target: Any, texts: Iterable[TextBatch]) -> None:
-    """Start an EAGLE-1/2 head as the best linear guess of the next feature: `fc` solves the least squares of a position's
-    feature on its token's embedding and the feature before; attention and feed-forward begin near zero."""
+    """Start an EAGLE-1/2 head as the best linear guess of the next feature: `fc` solves the least squares of a feature
+    on its token's embedding and the feature before; attention and feed-forward begin near zero."""
     _random(head)
     base, embed = decoder(target), target.get_input_embeddings()
     square = cross = torch.zeros((), dtype=torch.float64, device=embed.weight.device)
