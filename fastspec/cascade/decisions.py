@@ -107,11 +107,8 @@ class Decision:
 
 
 def backward(losses: Sequence[Tensor], costs: Sequence[Tensor], expect: Sequence[Operator]) -> list[Tensor]:
-    """J_k = min{losses_k, costs_k + E[J_{k+1} | state]} [S_k] for every state of every stage.
-
-    losses[k] [S_k]: price (1 - q_k); costs[k] [S_k]: the expected cost of stage k + 1, given the state at stage k (L -
-    1 entries); expect[k] maps [S_{k+1}] to [S_k].
-    """
+    """J_k = min{losses_k, costs_k + E[J_{k+1} | state]} [S_k] for every state of every stage; losses[k] [S_k]: price
+    (1 - q_k); costs[k] [S_k]: the expected cost of stage k + 1 (L - 1 entries); expect[k] maps [S_{k+1}] to [S_k]."""
     values = [losses[-1]]
     for loss, cost, operator in zip(losses[-2::-1], costs[::-1], expect[::-1], strict=True):
         values.append(torch.minimum(loss, cost + operator(values[-1])))
@@ -132,8 +129,7 @@ class Solver:
     """
 
     def __init__(self, table: QualityTable, rates: Rates, *, neighbours: int | None = None) -> None:
-        """Raises `Unsupported` where rates are for another number of stages, or `neighbours` is not in 1 .. n - 1
-        (None: sqrt(n))."""
+        """Raises `Unsupported` for rates of other stages, and `neighbours` not in 1 .. n - 1 (None: sqrt(n))."""
         items, stages = table.fresh.shape
         if len(rates.token_ms) != stages:
             raise Unsupported(f"Solver: rates of {len(rates.token_ms)} stages for a table of {stages}")

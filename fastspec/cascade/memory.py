@@ -115,10 +115,8 @@ class CacheManager:
 
     def find(self, stage: int, tokens: Sequence[int]) -> Layers | None:
         """The longest kept prefix of these tokens, as copies [1, Hkv, P, D] per layer on the stage's device, or None.
-
-        P is at least `least` and at most len(tokens) - 1: the last token has to be fed for its logits. An entry in the
-        CPU's memory is moved back where room can be made without dropping anything.
-        """
+        P lies in `least` .. len(tokens) - 1: the last token has to be fed for its logits. An entry in the CPU's memory
+        is moved back where room can be made without dropping anything."""
         wanted = array("q", tokens)
         with self._lock:
             length, best = 0, None

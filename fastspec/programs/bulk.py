@@ -121,9 +121,7 @@ def read_left(
     prompts: str | Path, out: Path, settings: dict[str, Any], share: tuple[int, int] = (0, 1), mend: bool = False
 ) -> tuple[int, list[Task]]:
     """(number of lines in a process's share, those that `out` does not answer yet); `mend` as in `read_answered`.
-
-    Raises Unsupported for files of another form, where `out` answers other prompts or by other settings, and where it
-    cannot be written."""
+    Raises Unsupported for files of another form, other prompts or settings, and where `out` cannot be written."""
     place, fits = (out, out.is_file()) if out.exists() else (out.parent, out.parent.is_dir())
     if not fits or not os.access(place, os.W_OK):
         raise Unsupported(f"{out} cannot be written: name a file in a folder that is there")

@@ -53,9 +53,8 @@ FIELDS_OF_PARTS = {**dict.fromkeys(TEXT_PARTS, "text"), "refusal": "refusal"}
 
 
 def as_messages(talk: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation as chat templates read it: contents are texts, arguments of calls objects, null fields are left
-    out, and OpenAI's role `developer`, of which few templates know, is `system`. Raises Unsupported, by the message's
-    number, for a content that is no text."""
+    """A conversation as chat templates read it: contents are texts, arguments of calls objects, null fields left out,
+    and the role `developer` is `system`. Raises Unsupported, by the message's number, for what is no text."""
     return [_as_message(f"messages[{number}]", message) for number, message in enumerate(talk)]
 
 
@@ -103,9 +102,8 @@ def _as_calls(name: str, calls: Any) -> list[dict[str, Any]]:
 def encode(
     tokenizer: Any, prompt: str | list[dict[str, Any]], device: Any = "cpu", *, chat: bool = True
 ) -> dict[str, Any]:
-    """A prompt (one user turn) or a conversation by the chat template, as tensors `input_ids` and `attention_mask` [1,
-    T]. With `chat` False, and for a tokenizer without a template, a prompt is the text itself. Raises Unsupported for a
-    conversation there."""
+    """A prompt or a conversation by the chat template, as tensors `input_ids` and `attention_mask` [1, T]. With `chat`
+    False or without a template a prompt is the text itself, and a conversation Unsupported."""
     if chat and getattr(tokenizer, "chat_template", None) is not None:
         talk = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else as_messages(prompt)
         options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}

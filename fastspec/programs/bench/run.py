@@ -35,11 +35,9 @@ def on_part(
     warmup: int | None = None,
     runs: int = 1,
 ) -> Iterator[tuple[Method, MeasuredAnswer, MeasuredAnswer]]:
-    """(method, its answer, the baseline's answer) to one batch of prompts; the first method is the baseline.
-
-    Every method answers `warmup` times before it is measured (None: `untimed` times where it compiles or captures),
-    then `runs` times. Its answer is that of median time, or one that differs from the baseline's.
-    """
+    """(method, its answer, the baseline's answer) to one batch of prompts; the first method is the baseline. Every one
+    answers `warmup` times before it is measured (None: `untimed` times where it compiles or captures), then `runs`
+    times. Its answer is that of median time, or one that differs from the baseline's."""
     base: MeasuredAnswer | None = None
     for method in methods:
         for _ in range(warmup if warmup is not None else untimed if method.compiles else 0):

@@ -228,10 +228,8 @@ class Shards:
         return self.folder / f"shard_{number:05d}.npz"
 
     def get(self, number: int, seed: Sequence[int], make: MakeTexts) -> tuple[Texts, dict[str, np.ndarray]]:
-        """The texts of one shard and the arrays saved beside them: read, or made by `make` under `seed`.
-
-        Raises `OutOfTime` rather than start a shard that would not be done in time, going by the slowest one so far.
-        """
+        """The texts of one shard and the arrays saved beside them: read, or made by `make` under `seed`. Raises
+        `OutOfTime` rather than start a shard that would not be done in time, going by the slowest one so far."""
         path = self.path(number)
         if not path.exists():
             self.clock.need(max(self.seconds, default=0.0))

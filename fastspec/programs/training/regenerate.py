@@ -236,8 +236,7 @@ class Enlarger:
 
 
 def candidates(kind: str, texts: Texts, ends: Sequence[int]) -> np.ndarray:
-    """Indices of the texts that one kind of enlargement can go on from; an answer is cut when the text stops in it
-    without an end token."""
+    """Indices of the texts that one kind of enlargement can go on from; a cut answer has no end token."""
     filled = texts.lengths > 0
     last = texts.offsets[1:][filled] - 1
     stops = np.zeros(len(texts), dtype=bool)

@@ -89,8 +89,7 @@ def with_own_lm_head(head: EagleHead) -> EagleHead:
 
 
 def save_head(head: EagleHead | MtpHead, directory: str | Path, card: str) -> None:
-    """Write model.safetensors, config.json (of EAGLE heads) and README.md (the text `card`) into `directory`, which is
-    made if missing."""
+    """Write model.safetensors, config.json (of EAGLE heads) and README.md (`card`) into `directory`, which is made."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / "model.safetensors.part"

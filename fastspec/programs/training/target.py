@@ -89,8 +89,7 @@ class TargetReader:
 
     @torch.no_grad()
     def judged(self, states: Tensor, known: tuple[Tensor, Tensor] | None = None) -> TeacherLogits:
-        """Reduced logits of states [M, H]. `known` are `whole` and `best` of before, which spare the logits outside the
-        draft vocabulary."""
+        """Reduced logits of states [M, H]; `known` `whole` and `best` spare those outside the draft vocabulary."""
         size = self.lm_head.weight.shape[0]
         parts = []
         for start in range(0, len(states), self.chunk):

@@ -267,8 +267,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> dict[str, Any]:
-        """Mean tokens of a round of a chain of drafts (bonus counted), `top1`, teacher-forced on held-out answers, and
-        the `accuracy` at each depth."""
+        """`top1`: mean tokens of a round of a chain (bonus counted), teacher-forced; and the `accuracy` by depth."""
         steps, device, total = self.config.ttt_steps, self.head.fc.weight.device, 0
         texts = self.heldout.select(np.arange(len(self.heldout)) < self.config.heldout_texts)
         unrolled = TrainingTimeTest(self.head, steps, 1.0)

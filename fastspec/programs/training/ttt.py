@@ -99,10 +99,8 @@ class TrainingTimeTest(nn.Module):
 
 def chain_lengths(hits: Tensor, where: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Acceptance of a chain from every drafting position, teacher-forced: (counts [steps] of positions whose first i +
-    1 drafts all hit, number of positions). hits [steps, M] as `TrainingTimeTest` returns them; shape (B, T).
-
-    The i-th draft of a chain from row t is judged at position t + 1 + i; past the answer's end it counts as missed.
-    """
+    1 drafts all hit, number of positions). hits [steps, M] as `TrainingTimeTest` returns them; shape (B, T). The i-th
+    draft from row t is judged at position t + 1 + i; past the answer's end it counts as missed."""
     rows = where - 1
     alive = torch.ones_like(rows, dtype=torch.bool)
     counts = []
