@@ -82,8 +82,8 @@ class Wire:
         self._thread.join()
 
     def _write(self) -> None:
-        told, over = self.beside(), False
         try:
+            told, over = self.beside(), False
             while not over:
                 messages = self._waiting()
                 over, before, told = messages[-1:] == [self._over], told, self.beside()
