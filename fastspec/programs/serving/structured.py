@@ -76,7 +76,7 @@ def structure_of(body: Body, tools: list[Body] | None, form: CallForm | None) ->
     held: Any = body.get("response_format") or body.get("text", {}).get("format") or TEXT
     outputs, called = body.get("structured_outputs"), choice not in ("auto", "none")
     if outputs is not None and (held != TEXT or called):
-        raise Unsupported("structured_outputs is given beside a format or a choice of tools: give one of them")
+        raise Unsupported("structured_outputs beside a format or a choice of tools: an answer has one structure")
     if called:
         return _of_calls(choice, tools, body.get("parallel_tool_calls", True))
     if outputs is None and held == TEXT:
