@@ -43,17 +43,12 @@ def log_loss(probabilities: Sequence[float], labels: Sequence[float]) -> float:
 def expected_calibration_error(
     probabilities: Tensor | Sequence[float], labels: Tensor | Sequence[float], bins: int = 10
 ) -> float:
-    """Sum over bins of share of the items x |mean label - mean probability| (Naeini et al., AAAI 2015).
-
-    probabilities [n] and labels [n] lie in [0, 1]. The bins have equal width, ((b - 1) / bins, b / bins]. Raises
-    `Unsupported` for sizes that do not agree and for no items.
-    """
+    """Sum over bins of share of the items x |mean label - mean probability| (Naeini et al., AAAI 2015), of
+    probabilities [n] and labels [n] in [0, 1]; bins are ((b - 1) / bins, b / bins]. Raises `Unsupported` for others."""
     p, y = (torch.as_tensor(each, dtype=torch.float64, device="cpu") for each in (probabilities, labels))
     if p.dim() != 1 or p.shape != y.shape or not len(p) or bins < 1:
-        raise Unsupported(
-            f"calibration error: probabilities {tuple(p.shape)} and labels {tuple(y.shape)} must be [n], n >= 1; "
-            f"bins={bins}"
-        )
+        shapes = f"probabilities {tuple(p.shape)} and labels {tuple(y.shape)} must be [n], n >= 1"
+        raise Unsupported(f"calibration error: {shapes}; bins={bins}")
     bucket = ((p * bins).ceil().long() - 1).clamp(0, bins - 1)
     sums = torch.zeros(bins, dtype=torch.float64, device="cpu").index_add(0, bucket, y - p).tolist()
     return sum(map(abs, sums)) / len(p)
@@ -73,18 +68,14 @@ def pool_adjacent_violators(values: Sequence[float], weights: Sequence[float]) -
 
 @dataclass(frozen=True, slots=True)
 class Calibrator:
-    """A non-decreasing map from a logit to a probability.
-
-    sigmoid(logit / temperature); or, with `knots`, the sigmoid of the straight lines through (knot, value), constant
-    beyond the ends.
-    """
+    """A non-decreasing map from a logit to a probability: sigmoid(logit / temperature); or, with `knots`, the sigmoid
+    of the straight lines through (knot, value), constant beyond the ends."""
 
     temperature: float = 1.0
     knots: tuple[float, ...] = ()
     values: tuple[float, ...] = ()
 
     def __call__(self, logit: float) -> float:
-        """The calibrated probability of one finite logit."""
         if not self.knots:
             return sigmoid(logit / self.temperature)
         at = bisect_right(self.knots, logit)
@@ -108,9 +99,7 @@ class Calibrator:
     @classmethod
     def isotonic(cls, logits: Sequence[float], labels: Sequence[float]) -> Calibrator:
         """Isotonic regression (Zadrozny and Elkan, KDD 2002): constant on each block, from its first to its last logit.
-
-        Of n items none proves a probability nearer to 0 or 1 than 1 / (n + 2): block means are held within these.
-        """
+        Block means are held within 1 / (n + 2) of 0 and 1, nearer than which n items prove none."""
         tied: dict[float, list[float]] = {}
         for z, y in sorted(zip(logits, labels, strict=True)):
             tied.setdefault(z, []).append(y)
@@ -143,11 +132,9 @@ class Calibrator:
 
 @dataclass(frozen=True, slots=True)
 class Posterior:
-    """Posterior Beta(n q + a, n (1 - q) + b) of a calibrated probability q, by the count n of its bucket.
-
-    `edges` [B - 1] ascending part the probabilities into buckets of about equal mass; `counts` [B] are the items in
-    each. The prior Beta(a, b), a + b = 2, has its mean at the stage's rate of good answers.
-    """
+    """Posterior Beta(n q + a, n (1 - q) + b) of a calibrated probability q, by the count n of its bucket. `edges`
+    [B - 1] part the probabilities into buckets of about equal mass, of `counts` [B] items. The prior Beta(a, b),
+    a + b = 2, has its mean at the stage's rate of good answers."""
 
     edges: tuple[float, ...]
     counts: tuple[int, ...]

@@ -57,9 +57,7 @@ class Stage:
 
     def __post_init__(self) -> None:
         named = isinstance(self.model, (str, Path))
-        if self.model is None or self.model == "":
-            raise Unsupported("Stage: model is missing; give a transformers model, a path or a hub id")
-        if not named and not hasattr(self.model, "config"):
+        if not self.model if named else not hasattr(self.model, "config"):
             raise Unsupported(f"Stage: model={self.model!r} must be a transformers model, a path or a hub id")
         _check_shared(self, "Stage", self.name)
         object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
@@ -71,14 +69,13 @@ class Stage:
             )
         if self.prompt is not None and not callable(self.prompt):
             raise Unsupported(f"Stage: prompt={self.prompt!r} must be a function from text to text")
-        if not named and (self.quantization or self.device_map is not None):
-            raise Unsupported(
-                "Stage: quantization and device_map say how a model is loaded; this stage's model is loaded already"
-            )
+        placed = self.quantization or self.device_map is not None
+        if not named and placed:
+            raise Unsupported("Stage: quantization and device_map say how a model is loaded; this one is already")
         cut = self.tensor_parallel
         if cut is not None and (not isinstance(cut, int) or isinstance(cut, bool) or cut < 1):
             raise Unsupported(f"Stage: tensor_parallel must be a number of processes of at least 1, not {cut!r}")
-        if self.is_cut and (self.quantization or self.device_map is not None):
+        if self.is_cut and placed:
             raise Unsupported(
                 f"Stage: tensor_parallel={cut} cuts the model over processes, and quantization and device_map lay it "
                 "in one: leave them out, or load it whole (tensor_parallel=1)"
@@ -86,25 +83,20 @@ class Stage:
 
     @property
     def is_cut(self) -> bool:
-        """True where it says that the model is cut over several processes."""
         return self.tensor_parallel is not None and self.tensor_parallel > 1
 
     def check_processes(self, size: int) -> None:
         """Raise `Unsupported` for a stage that is to be cut over other processes than the `size` of the large model:
         transformers cuts a model over all that there are."""
         if self.is_cut and self.tensor_parallel != size:
-            told = (
-                "one process holds the large model: start several by torchrun, over which both are cut, or give 1"
-                if size == 1
-                else f"{size} processes hold the large model together: give 1, whole in the first of them, or {size}"
-            )
-            raise Unsupported(
-                f"the cascade's stage {self.label!r} has tensor_parallel={self.tensor_parallel}, and {told}"
-            )
+            told = f"{size} processes hold the large model together: give 1, whole in the first of them, or {size}"
+            if size == 1:
+                told = "one process holds the large model: start several by torchrun, which cuts both, or give 1"
+            given = f"the cascade's stage {self.label!r} has tensor_parallel={self.tensor_parallel}"
+            raise Unsupported(f"{given}, and {told}")
 
     @property
     def label(self) -> str:
-        """The stage's name: as given, or the model's."""
         if self.name or isinstance(self.model, (str, Path)):
             return self.name or str(self.model)
         config = getattr(self.model, "config", None)
@@ -158,14 +150,10 @@ class Cascade:
     explain: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.stages, (str, bytes)) or not isinstance(self.stages, Sequence) or not self.stages:
-            raise Unsupported(
-                f"Cascade: stages={self.stages!r} must list at least one model below the patched one, the cheapest "
-                "first"
-            )
-        object.__setattr__(
-            self, "stages", tuple(each if isinstance(each, Stage) else Stage(each) for each in self.stages)
-        )
+        stages = self.stages
+        if isinstance(stages, (str, bytes)) or not isinstance(stages, Sequence) or not stages:
+            raise Unsupported(f"Cascade: stages={stages!r} must list the models below the patched one, cheapest first")
+        object.__setattr__(self, "stages", tuple(each if isinstance(each, Stage) else Stage(each) for each in stages))
         _check_shared(self, "Cascade", self.label)
         for name in ("costs", "thresholds"):
             values = getattr(self, name)
@@ -185,44 +173,32 @@ class Cascade:
 
     def _check_decisions(self) -> None:
         object.__setattr__(self, "price", _number("price", self.price))
+        costs, thresholds, below, given = self.costs, self.thresholds, len(self.stages), self.predictor
         if not 0 <= self.price < math.inf:
-            raise Unsupported(
-                f"Cascade: price={self.price} must be finite and not negative: what a bad answer costs, in milliseconds"
-            )
-        costs, thresholds, below = self.costs, self.thresholds, len(self.stages)
-        if costs is not None and (len(costs) != below + 1 or not all(0 < each < math.inf for each in costs)):
-            raise Unsupported(
-                f"Cascade: costs={costs} must be {below + 1} positive numbers: milliseconds a token, the large "
-                "model's last"
-            )
-        if thresholds is not None and (len(thresholds) != below or not all(0 <= each <= 1 for each in thresholds)):
-            raise Unsupported(
-                f"Cascade: thresholds={thresholds} must be {below} probabilities, one for every stage below the last"
-            )
-        if self.risk is not None and not 0 < _number("risk", self.risk) < 1:
-            raise Unsupported(
-                f"Cascade: risk={self.risk} must lie between 0 and 1: the quantile of the posterior to take"
-            )
-        if self.mode == "adaptive" and self.predictor is None:
-            raise Unsupported("Cascade: mode='adaptive' needs a predictor: `fastspec cascade train` makes one")
-        given = self.predictor
-        if given is not None and not isinstance(given, (str, Path)) and not hasattr(given, "score"):
-            raise Unsupported(
-                f"Cascade: predictor={self.predictor!r} must be a path or a fastspec.cascade.predictor.Predictor"
-            )
+            told = f"price={self.price} must be finite and not negative: what a bad answer costs, in milliseconds"
+        elif costs is not None and (len(costs) != below + 1 or not all(0 < each < math.inf for each in costs)):
+            told = f"costs={costs} must be {below + 1} positive numbers: milliseconds a token, the large model's last"
+        elif thresholds is not None and (len(thresholds) != below or not all(0 <= each <= 1 for each in thresholds)):
+            told = f"thresholds={thresholds} must be {below} probabilities, one for every stage below the last"
+        elif self.risk is not None and not 0 < _number("risk", self.risk) < 1:
+            told = f"risk={self.risk} must lie between 0 and 1: the quantile of the posterior to take"
+        elif self.mode == "adaptive" and given is None:
+            told = "mode='adaptive' needs a predictor: `fastspec cascade train` makes one"
+        elif given is not None and not isinstance(given, (str, Path)) and not hasattr(given, "score"):
+            told = f"predictor={given!r} must be a path or a fastspec.cascade.predictor.Predictor"
+        else:
+            return
+        raise Unsupported(f"Cascade: {told}")
 
     def _check_rule(self) -> None:
+        low, high = RANGES[self.rule]
         if isinstance(self.alpha, str):
             if self.alpha != "lossless":
                 raise Unsupported(f'Cascade: alpha={self.alpha!r}; accepted are a number and "lossless"')
-        elif not RANGES[self.rule][0] <= _number("alpha", self.alpha) <= RANGES[self.rule][1]:
-            raise Unsupported(
-                f"Cascade: alpha={self.alpha} of the rule {self.rule!r} must lie in {list(RANGES[self.rule])}"
-            )
+        elif not low <= _number("alpha", self.alpha) <= high:
+            raise Unsupported(f"Cascade: alpha={self.alpha} of the rule {self.rule!r} must lie in {[low, high]}")
         if self.mode == "token" and len(self.stages) != 1:
-            raise Unsupported(
-                f"Cascade: mode='token' mixes two models, and {len(self.stages)} stages below the large one were given"
-            )
+            raise Unsupported(f"Cascade: mode='token' mixes two models: give one stage, not {len(self.stages)}")
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Cascade:
@@ -245,9 +221,8 @@ class Cascade:
         writes nothing, for a field that no file can hold, such as a loaded model (name its path or hub id instead)."""
         import yaml
 
-        held = _differing(self, "Cascade") | {
-            "stages": [_differing(stage, f"stage {at}") for at, stage in enumerate(self.stages)]
-        }
+        stages = [_differing(stage, f"stage {at}") for at, stage in enumerate(self.stages)]
+        held = _differing(self, "Cascade") | {"stages": stages}
         Path(path).write_text(yaml.safe_dump(held, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
@@ -284,33 +259,27 @@ def _check_choices(given: Any, **choices: Sequence[Any]) -> None:
 
 
 def _check_shared(given: Any, kind: str, name: Any) -> None:
-    """Check the name, tokenizer and assistant of a stage or a cascade."""
     if name is not None and not isinstance(name, str):
         raise Unsupported(f"{kind}: the name {name!r} must be text")
     tokenizer, assistant = given.tokenizer, given.assistant
     if tokenizer is not None and not isinstance(tokenizer, (str, Path)) and not hasattr(tokenizer, "decode"):
         raise Unsupported(f"{kind}: tokenizer={tokenizer!r} must be a tokenizer, or a path or hub id of one")
     if assistant == Cascade.name or isinstance(assistant, Cascade):
-        raise Unsupported(
-            f"{kind}: assistant={Cascade.name!r} is what this configures; a stage decodes with another, such as 'nasd'"
-        )
-    if isinstance(assistant, ContinuousBatch):
-        raise Unsupported(
-            f"{kind}: assistant={assistant!r} takes turns, and a stage answers all rows together: name its assistant "
-            "itself"
-        )
-    if not isinstance(assistant, str) and not hasattr(assistant, "name"):
-        raise Unsupported(
-            f"{kind}: assistant={assistant!r} must be a name, such as 'nasd' or 'eagle3', or a config object"
-        )
+        told = f"{Cascade.name!r} is what this configures; a stage decodes with another, such as 'nasd'"
+    elif isinstance(assistant, ContinuousBatch):
+        told = f"{assistant!r} takes turns, and a stage answers all rows together: name its assistant itself"
+    elif not isinstance(assistant, str) and not hasattr(assistant, "name"):
+        told = f"{assistant!r} must be a name, such as 'nasd' or 'eagle3', or a config object"
+    else:
+        return
+    raise Unsupported(f"{kind}: assistant={told}")
 
 
 def _keys(read: Any, kind: Any, where: str) -> dict[str, Any]:
     known = [each.name for each in fields(kind)]
     if not isinstance(read, dict):
         raise Unsupported(f"{where} must hold keys and values; accepted keys are {', '.join(known)}")
-    unknown = [str(key) for key in read if key not in known]
-    refuse_unknown(unknown, known, where)
+    refuse_unknown([str(key) for key in read if key not in known], known, where)
     return dict(read)
 
 
@@ -318,10 +287,8 @@ def refuse_unknown(unknown: Sequence[str], known: Sequence[str], where: str) -> 
     """Raise `Unsupported` where there are unknown keys in a file of a cascade or of its training."""
     if unknown:
         hints = "".join(f"; {hint}" for name, hint in HINTS.items() if name in unknown)
-        raise Unsupported(
-            f"{where}: unknown key {', '.join(unknown)}; {meant(unknown[0], known)}accepted keys are "
-            f"{', '.join(known)}{hints}"
-        )
+        rest = f"{meant(unknown[0], known)}accepted keys are {', '.join(known)}{hints}"
+        raise Unsupported(f"{where}: unknown key {', '.join(unknown)}; {rest}")
 
 
 def _number(name: str, value: Any) -> float:

@@ -49,10 +49,9 @@ class Scores:
     point: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.quality or len(self.tokens) != len(self.quality) - 1:
-            raise Unsupported(
-                f"Scores: {len(self.quality)} qualities need one expected token count fewer, not {len(self.tokens)}"
-            )
+        count = len(self.quality)
+        if not count or len(self.tokens) != count - 1:
+            raise Unsupported(f"Scores: {count} qualities need one expected token count fewer, not {len(self.tokens)}")
         if not self.point:
             counts = (math.log(max(each, 1.0)) for each in self.tokens)
             object.__setattr__(self, "point", (*map(logit, self.quality), *counts))
@@ -72,8 +71,8 @@ class QualityTable:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Milliseconds by stage: token_ms per generated token; verify_ms per verified token of a handed answer (0 for stage
-    0); start_ms for the prefill, or the hand-over. Raises `Unsupported` for numbers below 0."""
+    """Milliseconds by stage: per generated token, per verified token of a handed answer (0 for stage 0), and for the
+    prefill or the hand-over. Raises `Unsupported` for numbers below 0."""
 
     token_ms: tuple[float, ...]
     verify_ms: tuple[float, ...]
@@ -108,11 +107,8 @@ class Decision:
 
 
 def backward(losses: Sequence[Tensor], costs: Sequence[Tensor], expect: Sequence[Operator]) -> list[Tensor]:
-    """J_k = min{losses_k, costs_k + E[J_{k+1} | state]} [S_k] for every state of every stage.
-
-    losses[k] [S_k]: price (1 - q_k); costs[k] [S_k]: the expected cost of stage k + 1, given the state at stage k (L -
-    1 entries); expect[k] maps [S_{k+1}] to [S_k].
-    """
+    """J_k = min{losses_k, costs_k + E[J_{k+1} | state]} [S_k] for every state of every stage; losses[k] [S_k]: price
+    (1 - q_k); costs[k] [S_k]: the expected cost of stage k + 1 (L - 1 entries); expect[k] maps [S_{k+1}] to [S_k]."""
     values = [losses[-1]]
     for loss, cost, operator in zip(losses[-2::-1], costs[::-1], expect[::-1], strict=True):
         values.append(torch.minimum(loss, cost + operator(values[-1])))
@@ -124,27 +120,22 @@ class Solver:
 
     J_k = min{price (1 - q_k), c_{k+1} + E[J_{k+1} | what is known at k]}, and stage k answers iff the first is at most
     the second. The expectation is the mean over the `neighbours` training items nearest in `Scores.point`, each
-    coordinate in standard deviations; an item is not its own neighbour. Only before the last stage, where J is linear
-    in the probability, the predictor's own estimate of the last stage's quality stands for the mean: it has the same
-    expectation and is not coarsened by neighbours.
+    coordinate in standard deviations; an item is not its own neighbour. Before the last stage, where J is linear in the
+    probability, the predictor's own estimate stands for that mean: it is not coarsened by neighbours.
 
-    No request stops earlier at a higher price. Proof: let G(price) = c + E[J_{k+1}] be the value of going on. J_{L-1}
-    is linear in the price, and minima and averages with weights that are free of the price keep concavity: G is
-    concave, G(0) = mean cost >= 0. So for s <= t: G(s) >= (s / t) G(t), and where stage k stops at t, G(t) >= t (1 -
-    q), hence G(s) >= s (1 - q): it stops at s.
+    No request stops earlier at a higher price: G(price) = c + E[J_{k+1}] is concave (J_{L-1} is linear in the price,
+    minima and averages keep concavity) and G(0) >= 0, so G(s) >= (s / t) G(t) >= s (1 - q) where stage k stops at
+    t >= s.
     """
 
     def __init__(self, table: QualityTable, rates: Rates, *, neighbours: int | None = None) -> None:
-        """Raises `Unsupported` where rates are for another number of stages, or `neighbours` is not in 1 .. n - 1
-        (None: sqrt(n))."""
+        """Raises `Unsupported` for rates of other stages, and `neighbours` not in 1 .. n - 1 (None: sqrt(n))."""
         items, stages = table.fresh.shape
         if len(rates.token_ms) != stages:
             raise Unsupported(f"Solver: rates of {len(rates.token_ms)} stages for a table of {stages}")
         self.neighbours = neighbours if neighbours is not None else min(items - 1, max(8, round(math.sqrt(items))))
         if not 1 <= self.neighbours < items:
-            raise Unsupported(
-                f"Solver: neighbours={neighbours} must be at least 1 and less than the {items} items of the table"
-            )
+            raise Unsupported(f"Solver: neighbours={neighbours} must be at least 1 and less than the {items} items")
         self.stages = stages
         self._quality = tuple(each.double() for each in table.quality)
         self._costs = rates.costs(table.fresh, table.kept)
@@ -159,14 +150,11 @@ class Solver:
     def decide(self, stage: int, scores: Scores, price: float) -> Decision:
         """Stop or go on, for a request that `stage` has answered, at a price (ms) of a bad answer. Raises `Unsupported`
         for an unknown stage, scores of another stage, and a price below 0 or not finite."""
-        if not 0 <= stage < self.stages or len(scores.quality) != self.stages - stage:
-            raise Unsupported(
-                f"Solver: scores of {len(scores.quality)} stages do not fit stage {stage} of {self.stages}"
-            )
+        count = len(scores.quality)
+        if not 0 <= stage < self.stages or count != self.stages - stage:
+            raise Unsupported(f"Solver: scores of {count} stages do not fit stage {stage} of {self.stages}")
         if not 0 <= price < math.inf:
-            raise Unsupported(
-                f"Solver: price={price} must be a finite number of at least 0: what a bad answer costs, in milliseconds"
-            )
+            raise Unsupported(f"Solver: price={price} of a bad answer must be finite and at least 0, in milliseconds")
         stop = price * (1 - scores.quality[0])
         if stage == self.stages - 1:
             return Decision(True, stop, math.inf)
@@ -186,7 +174,7 @@ class Solver:
         losses = [price * (1 - self._quality[k][:, 0]) for k in inner]
         losses.append(price * (1 - self._quality[self.stages - 2][:, 1]))
         means: list[Operator] = [partial(_mean, self._near[k]) for k in inner[:-1]]
-        values = backward(losses, [self._ahead[k] for k in inner], [*means, _same])
+        values = backward(losses, [self._ahead[k] for k in inner], [*means, lambda values: values])
         return {k: self._costs[:, k] + value for k, value in zip(inner, values[:-1], strict=True)}
 
     def _all_near(self, stage: int) -> Tensor:
@@ -202,10 +190,6 @@ class Solver:
 
 def _mean(near: Tensor, values: Tensor) -> Tensor:
     return values[near].mean(1)
-
-
-def _same(values: Tensor) -> Tensor:
-    return values
 
 
 def mixed(rule: str, alpha: float | str, p: Tensor, q: Tensor, p_raw: Tensor, q_raw: Tensor) -> Tensor:
@@ -242,8 +226,7 @@ class Visit:
     """One stage's part in a request. `new_tokens` were generated, `kept_tokens` of `handed_tokens` taken over from the
     stage before. `quality` is the probability that its answer is acceptable, then those of the later stages;
     `stop_value` and `go_on_value` the expected losses in milliseconds, or the probability and its threshold. `cost` is
-    what these tokens cost by the cascade's rates, in milliseconds, where it has some; `cut` says whether the answer
-    ended at its limit."""
+    that of these tokens by the cascade's rates, in milliseconds; `cut`: the answer ended at its limit."""
 
     stage: int
     name: str
@@ -260,31 +243,27 @@ class Visit:
 
     @property
     def outcome(self) -> Literal["answered", "sent_on", "left_out"]:
-        """Outcome of the request here: this stage's answer was returned, or the next stage was asked, or this one
-        was not."""
         said = self.why.partition(":")[0]
         return "left_out" if said == "left out" else "sent_on" if said == "went on" else "answered"
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The stages that a request went through, in order; the last one answered."""
+    """The stages that a request went through, in order; `stage`, the last one, answered. `reused` are the tokens that
+    stages took over from the ones before, `milliseconds` the time of all."""
 
     visits: tuple[Visit, ...]
 
     @property
     def stage(self) -> int:
-        """The stage whose answer was returned."""
         return self.visits[-1].stage
 
     @property
     def reused(self) -> int:
-        """Tokens that stages took over from the ones before."""
         return sum(visit.kept_tokens for visit in self.visits)
 
     @property
     def milliseconds(self) -> float:
-        """Time that the stages took."""
         return sum(visit.milliseconds for visit in self.visits)
 
     def __str__(self) -> str:

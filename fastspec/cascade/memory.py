@@ -50,11 +50,9 @@ class CacheManager:
     """Keys and values of stages by their tokens, at most `budget` bytes on all devices together and `host_budget` bytes
     in the CPU's memory.
 
-    Entries are copies; those handed in and found are the caller's. Where a new entry needs room, the least recently
-    used ones are moved to the CPU's memory, in place of those used even earlier, or dropped where there is no room.
-    Prefixes of fewer than `least` tokens are neither kept nor found. `renew` before a call drops a stage's entries
-    where its model has changed. Calls from several threads take turns. A deep copy starts empty. Raises `Unsupported`
-    for budgets that are no whole numbers of bytes.
+    Entries are copies. Where a new one needs room, the least recently used ones are moved to the CPU's memory, in place
+    of those used even earlier, or dropped. Prefixes of fewer than `least` tokens are neither kept nor found. Calls from
+    several threads take turns. A deep copy starts empty. Raises `Unsupported` for budgets that are no whole numbers.
     """
 
     def __init__(self, budget: int, *, host_budget: int = 0, least: int = 16) -> None:
@@ -102,9 +100,8 @@ class CacheManager:
         size = sum(each.numel() * each.element_size() for pair in layers for each in pair)
         if size > self.budget:
             raise Unsupported(
-                f"the keys and values of {len(held)} tokens of stage {stage} take {size} bytes, and the budget for "
-                f"what is kept is {self.budget} bytes: allow at least {size}, or keep nothing between calls (Cascade: "
-                f"memory={size}, or memory=None)"
+                f"the keys and values of {len(held)} tokens of stage {stage} take {size} bytes, and the budget is "
+                f"{self.budget} bytes: allow at least {size} (Cascade: memory={size}), or keep nothing (memory=None)"
             )
         if len(held) < self.least:
             return
@@ -118,10 +115,8 @@ class CacheManager:
 
     def find(self, stage: int, tokens: Sequence[int]) -> Layers | None:
         """The longest kept prefix of these tokens, as copies [1, Hkv, P, D] per layer on the stage's device, or None.
-
-        P is at least `least` and at most len(tokens) - 1: the last token has to be fed for its logits. An entry in the
-        CPU's memory is moved back where room can be made without dropping anything.
-        """
+        P lies in `least` .. len(tokens) - 1: the last token has to be fed for its logits. An entry in the CPU's memory
+        is moved back where room can be made without dropping anything."""
         wanted = array("q", tokens)
         with self._lock:
             length, best = 0, None
@@ -192,10 +187,8 @@ class CacheManager:
         self._move(entry, moved=False)
 
     def _move(self, entry: _Entry, *, moved: bool) -> None:
-        places = [HOST if moved else home for home in entry.homes]
-        entry.layers = [
-            (keys.to(place), values.to(place)) for (keys, values), place in zip(entry.layers, places, strict=True)
-        ]
+        pairs = zip(entry.layers, [HOST if moved else home for home in entry.homes], strict=True)
+        entry.layers = [(keys.to(place), values.to(place)) for (keys, values), place in pairs]
         entry.moved = moved
         self._count("moves")
 
@@ -211,13 +204,12 @@ class CacheManager:
 
 def _check(stage: int, tokens: array[int], layers: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Refuse keys and values that are not those of one row of these tokens."""
-    shapes = [tuple(each.shape) for pair in layers for each in pair]
-    wrong = next((shape for shape in shapes if len(shape) != 4 or shape[0] != 1 or shape[2] != len(tokens)), None)
+    shapes, count = [tuple(each.shape) for pair in layers for each in pair], len(tokens)
+    wrong = next((shape for shape in shapes if len(shape) != 4 or shape[0] != 1 or shape[2] != count), None)
     if not shapes or wrong is not None:
-        raise Unsupported(
-            f"stage {stage}: {f'keys or values of shape {wrong}' if shapes else 'no layer'} given for {len(tokens)} "
-            f"tokens; keys and values per layer must be [1, heads, {len(tokens)}, size]"
-        )
+        given = f"keys or values of shape {wrong}" if shapes else "no layer"
+        wanted = f"keys and values per layer must be [1, heads, {count}, size]"
+        raise Unsupported(f"stage {stage}: {given} given for {count} tokens; {wanted}")
 
 
 def _copies(layers: Iterable[tuple[Tensor, Tensor]], places: list[torch.device], length: int) -> Layers:

@@ -35,11 +35,8 @@ LENGTHS = 0.2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Head:
-    """The MLP of one stage, fp32: standardised features [F], held within 5 standard deviations, to outputs [O].
-
-    mean, scale [F]; w1 [H, F], b1 [H]; w2 [O, H], b2 [O]. The outputs are logits of quality, then logs of tokens, means
-    of one network of 32 hidden units for each fold.
-    """
+    """The MLP of one stage, fp32: standardised features [F] to outputs [O], logits of quality, then logs of tokens,
+    means of one network for each fold. mean, scale [F]; w1 [H, F], b1 [H]; w2 [O, H], b2 [O]."""
 
     mean: Tensor
     scale: Tensor
@@ -49,7 +46,6 @@ class Head:
     b2: Tensor
 
     def __call__(self, features: Tensor) -> list[float]:
-        """features [F] fp32 -> the outputs."""
         with torch.inference_mode():
             x = features.sub(self.mean).div_(self.scale).clamp_(-CLAMP, CLAMP)
             return torch.addmv(self.b2, self.w2, torch.addmv(self.b1, self.w1, x).relu_()).tolist()
@@ -57,13 +53,12 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class CalibratedProbability:
-    """Calibration of one stage's logit for another stage's answer, for decisions."""
+    """Calibration of one stage's logit for another stage's answer, to the posterior's mean or lower quantile `risk`."""
 
     calibrator: Calibrator
     posterior: Posterior
 
     def __call__(self, logit: float, risk: float | None) -> float:
-        """The posterior's mean, or its lower quantile `risk`."""
         probability = self.calibrator(logit)
         return self.posterior.mean(probability) if risk is None else self.posterior.lower(probability, risk)
 
@@ -100,12 +95,10 @@ class Predictor:
         *,
         seed: int,
     ) -> Predictor:
-        """Train on n items that every one of the L stages has answered.
-
-        features: for each stage [n, F]; labels [n, L]: whether the stage's answer is acceptable, in [0, 1]; tokens [n,
-        L]: the length of its answer; kept [n, L]: those of them taken over from the stage before (column 0 zeros). Five
-        networks are trained on four fifths of the items each, and calibrated on the rest. The same seed gives the same
-        predictor. Raises `Unsupported` for shapes and values that do not fit.
+        """Train on n items that every one of the L stages has answered: for each stage features [n, F]; labels [n, L],
+        whether its answer is acceptable, in [0, 1]; tokens [n, L], the length of its answer; kept [n, L], those taken
+        over from the stage before (column 0 zeros). Five networks are trained on four fifths of the items each, and
+        calibrated on the rest. Raises `Unsupported` for shapes and values that do not fit.
         """
         _check_training(stages, features, labels, tokens, kept)
         kept, fresh = kept.float(), (tokens - kept).float()
@@ -120,9 +113,8 @@ class Predictor:
                 head, held_out = train(given.float(), labels[:, stage:].float(), logs, folds, generator)
             heads.append(head)
             points.append(held_out)
-            outlooks.append(
-                tuple(_outlook(held_out[:, at], labels[:, stage + at], folds) for at in range(len(stages) - stage))
-            )
+            given_by = zip(held_out.T, labels[:, stage:].T, strict=False)
+            outlooks.append(tuple(_outlook(logits, wanted, folds) for logits, wanted in given_by))
             means = held_out[:, len(stages) - stage :].double().exp().mean(0)
             factors.append(tuple((fresh[:, stage + 1 :].double().clamp(min=1).mean(0) / means).tolist()))
         return cls(tuple(stages), tuple(heads), tuple(outlooks), tuple(factors), tuple(points), fresh, kept)
@@ -131,36 +123,33 @@ class Predictor:
         """features [F] fp32 of the answer of `stage` -> `Scores`, whose qualities are the posterior's mean or lower
         quantile `risk`. Raises `Unsupported` for an unknown stage, and features of another size or not finite."""
         if not 0 <= stage < len(self.stages) or features.shape != (len(self.names),):
-            raise Unsupported(
-                f"score: stage {stage} of {len(self.stages)}, features {tuple(features.shape)}; expected "
-                f"[{len(self.names)}]"
-            )
+            given = f"stage {stage} of {len(self.stages)}, features {tuple(features.shape)}"
+            raise Unsupported(f"score: {given}; expected [{len(self.names)}]")
         if not math.isfinite(float(features.sum())):
             raise Unsupported(f"score: the features of stage {stage} are not finite: {features.tolist()}")
         return self._scores(stage, self.heads[stage](features), risk)
 
     def table(self, risk: float | None = None) -> QualityTable:
         """The training items for `fastspec.cascade.decisions.Solver`, under the `risk` of its scores."""
-        quality = []
-        for stage, points in enumerate(self.points):
-            quality.append(_doubles([self._scores(stage, point, risk).quality for point in points.tolist()]))
+        quality = (
+            _doubles([self._scores(stage, point, risk).quality for point in points.tolist()])
+            for stage, points in enumerate(self.points)
+        )
         return QualityTable(tuple(quality), self.points, self.fresh, self.kept)
 
     def _scores(self, stage: int, point: list[float], risk: float | None) -> Scores:
         outlooks = self.outlooks[stage]
         quality = tuple(outlook(logit, risk) for outlook, logit in zip(outlooks, point, strict=False))
-        tokens = tuple(
-            f * math.exp(min(log, 30.0)) for f, log in zip(self.factors[stage], point[len(outlooks) :], strict=True)
-        )
-        return Scores(quality, tokens, tuple(point))
+        logs = zip(self.factors[stage], point[len(outlooks) :], strict=True)
+        return Scores(quality, tuple(factor * math.exp(min(log, 30.0)) for factor, log in logs), tuple(point))
 
     def check(self, stages: Sequence[str]) -> None:
         """Raise `CheckpointError` for a predictor of other stages, by name and order, or of other features."""
         if self.stages != tuple(stages):
+            own, given = (f"{len(each)} stages ({', '.join(each)})" for each in (self.stages, stages))
             raise CheckpointError(
-                f"the predictor was trained for {len(self.stages)} stages ({', '.join(self.stages)}), and the cascade "
-                f"has {len(stages)} ({', '.join(stages)}); train one for these with `fastspec cascade train`, or name "
-                "the stages as it has them"
+                f"the predictor was trained for {own}, and the cascade has {given}; train one for these with "
+                "`fastspec cascade train`, or name the stages as it has them"
             )
         if self.names != NAMES:
             other = sorted(set(self.names) ^ set(NAMES)) or ["another order"]
@@ -284,15 +273,12 @@ def _check_training(
 ) -> None:
     wide = len(stages)
     if isinstance(stages, str) or wide < 2 or len(features) != wide or labels.dim() != 2:
-        raise Unsupported(
-            f"fit: {len(features)} features and labels {tuple(labels.shape)} for stages {stages!r}; at least two are "
-            "needed"
-        )
+        shapes = f"{len(features)} features and labels {tuple(labels.shape)} for stages {stages!r}"
+        raise Unsupported(f"fit: {shapes}; at least two are needed")
     items = len(labels)
     if items < LEAST_ITEMS:
-        raise Unsupported(
-            f"fit: {items} training items; at least {LEAST_ITEMS} are needed, and some hundreds for a useful predictor"
-        )
+        needed = f"at least {LEAST_ITEMS} are needed, and some hundreds for a useful predictor"
+        raise Unsupported(f"fit: {items} training items; {needed}")
     for name, given in (("labels", labels), ("tokens", tokens), ("kept", kept)):
         if given.shape != (items, wide):
             raise Unsupported(f"fit: {name} {tuple(given.shape)} must be [{items}, {wide}], a column for each stage")
@@ -304,9 +290,7 @@ def _check_training(
     if not bool(((labels >= 0) & (labels <= 1)).all()):
         raise Unsupported("fit: labels must lie in [0, 1]: 1 where the stage's answer is acceptable")
     if not bool(((kept >= 0) & (kept <= tokens)).all()) or bool(kept[:, 0].any()):
-        raise Unsupported(
-            "fit: kept must lie between 0 and tokens, and be 0 at stage 0, which has no answer to take over"
-        )
+        raise Unsupported("fit: kept must lie between 0 and tokens, and be 0 at stage 0, which takes over no answer")
 
 
 def _read(stages: tuple[str, ...], names: tuple[str, ...], tensors: dict[str, Tensor]) -> Predictor:
@@ -342,9 +326,8 @@ def _read_outlook(where: str, tensors: dict[str, Tensor]) -> CalibratedProbabili
     ascending = all(list(each) == sorted(each) for each in (edges, knots, values))
     if not ascending or counts.dtype != torch.long or int(counts.min()) < 0 or temperature[0] <= 0 or min(prior) <= 0:
         raise Unsupported(f"{where}: a calibration that falls, or a count, temperature or prior out of range")
-    return CalibratedProbability(
-        Calibrator(temperature[0], knots, values), Posterior(edges, tuple(counts.tolist()), *prior)
-    )
+    posterior = Posterior(edges, tuple(counts.tolist()), *prior)
+    return CalibratedProbability(Calibrator(temperature[0], knots, values), posterior)
 
 
 def _doubles(numbers: Sequence[Any]) -> Tensor:

@@ -24,7 +24,6 @@ from fastspec.files import parse_json
 QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9)
 LAST = 32
 """Tokens at the answer's end over which the entropy is averaged a second time."""
-GRAM = 4
 NAMES: tuple[str, ...] = (
     *(f"log_probability_q{int(100 * q)}" for q in QUANTILES),
     *(f"gap_q{int(100 * q)}" for q in QUANTILES),
@@ -57,25 +56,29 @@ def features(
     """The features `NAMES` of one answer -> [F] fp32 on the CPU.
 
     measures [T, 3] fp32 on the CPU: for each answer token its log-probability (untempered, nats), the gap between the
-    two largest log-probabilities there, and the entropy of the distribution (nats). tokens: the T ids. `limit` is the
-    number of tokens that the answer might have had, `ended` whether an end token closed it, `stage` of `stages` the
-    model that gave it. Quantiles, linearly interpolated, follow Gupta et al., arXiv 2404.10136. Raises `Unsupported`
-    for an empty answer, sizes that do not agree, and numbers that are not finite.
+    two largest log-probabilities there, and the entropy (nats). `limit` is the number of tokens that the answer might
+    have had, `ended` whether an end token closed it, `stage` of `stages` the model that gave it. Quantiles, linearly
+    interpolated, follow Gupta et al., arXiv 2404.10136. Raises `Unsupported` for an empty answer, sizes that do not
+    agree, and numbers that are not finite.
     """
     ids: Sequence[int] = tokens.tolist() if isinstance(tokens, Tensor) else tokens
     count = len(ids)
     if measures.shape != (count, 3) or count < 1:
-        raise Unsupported(
-            f"features: measures {tuple(measures.shape)} must be [{max(count, 1)}, 3], a row for each of {count} tokens"
-        )
+        size = f"[{max(count, 1)}, 3], a row for each of {count} tokens"
+        raise Unsupported(f"features: measures {tuple(measures.shape)} must be {size}")
     if prompt_tokens < 0 or limit < 1 or not 0 <= stage < stages:
-        raise Unsupported(
-            f"features: prompt_tokens={prompt_tokens}, limit={limit}, stage={stage} of {stages}: out of range"
-        )
+        given = f"prompt_tokens={prompt_tokens}, limit={limit}, stage={stage} of {stages}"
+        raise Unsupported(f"features: {given}: out of range")
     chances, gaps, entropies = measures.t().tolist()  # a hundred numbers do not pay for torch's operations
     sums = sum(chances), sum(gaps), sum(entropies)
     if not math.isfinite(sum(sums)):
-        raise _not_finite(measures)
+        row, column = next(iter((~torch.isfinite(measures)).nonzero().tolist()), (0, 0))
+        raise Unsupported(
+            f"features: the {('log-probability', 'gap', 'entropy')[column]} of answer token {row} is "
+            f"{float(measures[row, column])}, not a finite number; measure on the model's own logits, before "
+            "processors that forbid tokens"
+        )
+    grams = list(zip(ids, ids[1:], ids[2:], ids[3:], strict=False))
     last = entropies[-LAST:]
     return torch.tensor(
         [
@@ -91,7 +94,7 @@ def features(
             math.log(count),
             min(1.0, count / limit),
             float(ended),
-            _repetition(ids),
+            1 - len(set(grams)) / len(grams) if grams else 0.0,
             stage / max(1, stages - 1),
         ],
         dtype=torch.float32,
@@ -110,23 +113,6 @@ def _quantiles(ordered: list[float]) -> list[float]:
     return found
 
 
-def _repetition(ids: Sequence[int]) -> float:
-    """The share of 4-grams that occurred before in the answer; 0 where it has none."""
-    grams = len(ids) - GRAM + 1
-    if grams < 1:
-        return 0.0
-    return 1 - len(set(zip(ids, ids[1:], ids[2:], ids[3:], strict=False))) / grams
-
-
-def _not_finite(measures: Tensor) -> Unsupported:
-    row, column = next(iter((~torch.isfinite(measures)).nonzero().tolist()), (0, 0))
-    name = ("log-probability", "gap", "entropy")[column]
-    return Unsupported(
-        f"features: the {name} of answer token {row} is {float(measures[row, column])}, not a finite number; "
-        "measure on the model's own logits, before processors that forbid tokens"
-    )
-
-
 FORMAT, VERSION = "fastspec.cascade.records", 1
 HEADER = json.dumps({"format": FORMAT, "version": VERSION, "features": list(NAMES)})
 SPLITS = ("train", "held-out")
@@ -137,11 +123,10 @@ class Record:
     """One item answered by one stage.
 
     `item` is the item's id and `set` its data set; `split` "train" or "held-out"; `stage` the stage's name and `index`
-    its place in the cascade, from 0. `prompt_tokens` as this stage's tokenizer counts them; the answer is `kept_tokens`
-    taken over from the stage before and `new_tokens` of this stage's, and `ended` where it reached an end token.
-    `start_ms` is the time of the prefill and of verifying a handed answer, `decode_ms` the rest. `label` in [0, 1] is
-    the answer's quality, None before it is `judged` by a judge of this name. `versions` maps packages and devices to
-    their versions.
+    its place, from 0. `prompt_tokens` as this stage's tokenizer counts them; the answer is `kept_tokens` taken over
+    from the stage before and `new_tokens` of its own, and `ended` where it reached an end token. `start_ms` is the time
+    of the prefill and of verifying a handed answer, `decode_ms` the rest. `label` in [0, 1] is the answer's quality,
+    None before it is `judged` by a judge of this name. `versions` are those of packages and devices.
     """
 
     item: str
@@ -249,9 +234,8 @@ def read(path: str | Path) -> tuple[Record, ...]:
     for place, line in enumerate(lines[1:], 2):
         record = _record(line, f"{path}, line {place}")
         if (record.item, record.stage) in found:
-            raise CheckpointError(
-                f"{path}, line {place}: item {record.item!r} by stage {record.stage!r} occurs twice; remove one line"
-            )
+            answer = f"item {record.item!r} by stage {record.stage!r}"
+            raise CheckpointError(f"{path}, line {place}: {answer} occurs twice; remove one line")
         found[record.item, record.stage] = record
     return tuple(found.values())
 
@@ -298,9 +282,8 @@ class Writer:
 
     def add(self, record: Record) -> None:
         if (record.item, record.stage) in self.done:
-            raise Unsupported(
-                f"{self.path} has item {record.item!r} by stage {record.stage!r} already; `done` says what it has"
-            )
+            answer = f"item {record.item!r} by stage {record.stage!r}"
+            raise Unsupported(f"{self.path} has {answer} already; `done` says what it has")
         self._write(json.dumps(asdict(record)))
         self.done.add((record.item, record.stage))
 
@@ -327,8 +310,8 @@ def rewrite(path: str | Path, records: Sequence[Record]) -> None:
 
 def table(records: Sequence[Record], stages: Sequence[str], split: str) -> Table:
     """Aligned tensors of the items of a split that every stage of `stages` answered, in their order. Raises
-    `Unsupported` without such an item, for a record without a label, for records of one item in several sets or splits,
-    and for a stage at another place in the cascade than in `stages`."""
+    `Unsupported` without such an item, for one that is not judged, in several sets or splits, or of stages in another
+    order."""
     items: dict[str, dict[str, Record]] = {}
     for record in records:
         items.setdefault(record.item, {})[record.stage] = record
@@ -367,8 +350,6 @@ def _check(row: Sequence[Record]) -> None:
             differ = f"{record.set!r}, {record.split!r} are not {first.set!r}, {first.split!r} of stage {first.stage!r}"
             raise Unsupported(f"{where}: its set and split {differ}; record an item once, in one set")
         if record.index != place:
-            raise Unsupported(
-                f"{where}: its place in the cascade is {record.index}, and here {place}: name all stages in order"
-            )
+            raise Unsupported(f"{where}: its place was {record.index}, and here it is {place}: name stages in order")
         if record.label is None:
             raise Unsupported(f"{where} is not judged: `fastspec cascade train` judges what it has answered")

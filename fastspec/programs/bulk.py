@@ -67,7 +67,7 @@ def _settings_of_cascade(config: fastspec.Cascade) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Counts of a run: answers that were there before, those that it wrote, prompts that failed."""
+    """Answers that were there before a run, those that it wrote, and prompts that failed."""
 
     before: int
     written: int
@@ -81,8 +81,8 @@ def read_tasks(path: str | Path) -> Iterator[Task]:
         messages, name, text = row.get("messages"), row.get("id"), first_turn(row)
         fits = isinstance(text, str)
         if messages is not None:
-            talks = isinstance(messages, list) and messages
-            fits = bool(talks) and all(isinstance(each, dict) and "role" in each for each in messages)
+            talk = messages if isinstance(messages, list) else []
+            fits = bool(talk) and all(isinstance(each, dict) and "role" in each for each in talk)
         if not fits:
             raise Unsupported(f'{path}, line {number}: not a row with "prompt", "messages" or "turns"')
         yield Task(number, text if messages is None else messages, name if isinstance(name, (str, int)) else None)
@@ -121,9 +121,7 @@ def read_left(
     prompts: str | Path, out: Path, settings: dict[str, Any], share: tuple[int, int] = (0, 1), mend: bool = False
 ) -> tuple[int, list[Task]]:
     """(number of lines in a process's share, those that `out` does not answer yet); `mend` as in `read_answered`.
-
-    Raises Unsupported for files of another form, where `out` answers other prompts or by other settings, and where it
-    cannot be written."""
+    Raises Unsupported for files of another form, other prompts or settings, and where `out` cannot be written."""
     place, fits = (out, out.is_file()) if out.exists() else (out.parent, out.parent.is_dir())
     if not fits or not os.access(place, os.W_OK):
         raise Unsupported(f"{out} cannot be written: name a file in a folder that is there")
@@ -132,15 +130,11 @@ def read_left(
         if task.line not in answered:
             continue
         prompt, asked = answered[task.line]
-        if prompt != task.prompt:
-            raise Unsupported(
-                f"{out} answers another prompt in line {task.line} of {prompts}: name another --out, or remove the file"
-            )
-        if asked != settings:
-            raise Unsupported(
-                f"{out} answers line {task.line} by other settings, {json.dumps(asked)}, and now they are "
-                f"{json.dumps(settings)}: name another --out, or remove the file"
-            )
+        was = f"another prompt in line {task.line} of {prompts}" if prompt != task.prompt else ""
+        if not was and asked != settings:
+            was = f"line {task.line} by other settings, {json.dumps(asked)}, and now they are {json.dumps(settings)}"
+        if was:
+            raise Unsupported(f"{out} answers {was}: name another --out, or remove the file")
     mine = tasks[share[0] :: share[1]]
     return len(mine), [task for task in mine if task.line not in answered]
 
@@ -226,37 +220,29 @@ def answer_file(
     tokenizer: Any,
     prompts: str | Path,
     out: str | Path,
+    settings: dict[str, Any],
     *,
     assistant: Any,
     rows: int,
-    max_new_tokens: int,
     max_length: int | None = None,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    chat: bool = True,
     share: tuple[int, int] = (0, 1),
-    name: str = "",
-    cascade: fastspec.Cascade | None = None,
     tell: Callable[[int, int], None] = lambda done, of: None,
 ) -> Done:
-    """Answer every line of `prompts` that `out` does not answer yet, in an open batch of `rows` rows.
+    """Answer every line of `prompts` that `out` does not answer yet by `settings`, in an open batch of `rows` rows.
 
     A line of `out` has `line`, `id` where there is one, `prompt`, `text`, `tokens` and `finish` ("stop" or "length"),
-    or `error`, and `settings` with the model's `name`; with a `cascade`, the patch's, the assistant is "cascade", and a
-    line has the `stage` that answered. They come as answers are done. Above temperature 0 line n is
-    sampled by seed + n. share (r, n): this process answers every n-th of the lines, from the r-th on. `tell(done,
-    of)` is called after every answer. Raises Unsupported as `read_left` and `only_run` do.
+    or `error`, and `settings`; with the assistant "cascade" the `stage` that answered. They come as answers are done.
+    Above temperature 0 line n is sampled by seed + n. share (r, n): this process answers every n-th of the lines, from
+    the r-th on. `tell(done, of)` is called after every answer. Raises Unsupported as `read_left` and `only_run` do.
     """
     from fastspec.patches.hf.ends import end_tokens
 
-    out = Path(out)
-    settings = settings_of(name, max_new_tokens, temperature, top_p, seed, chat, cascade)
+    out, limit, seed = Path(out), settings["max_new_tokens"], settings.get("seed", 0)
     # greedy: the defaults, which stand for "not given"
     sampling: dict[str, Any] = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
-    if temperature:
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": top_p}
-    sampling["max_new_tokens"] = max_new_tokens
+    if settings["temperature"]:
+        sampling = {"do_sample": True, "top_k": 0} | {name: settings[name] for name in ("temperature", "top_p")}
+    sampling["max_new_tokens"] = limit
     read_left(prompts, out, settings, share)  # what is wrong is told before a file is made
     with only_run(out, share[0]):
         mine, left = read_left(prompts, out, settings, share, mend=True)
@@ -271,7 +257,7 @@ def answer_file(
                     batch.close(cancel=True)
                     break
                 try:
-                    ids = encode(tokenizer, task.prompt, chat=chat)["input_ids"]
+                    ids = encode(tokenizer, task.prompt, chat=settings["chat"])["input_ids"]
                 except Exception as error:  # of any kind: a template raises what it likes
                     answers.add(task, {"error": f"{type(error).__name__}: {error}"})
                     room.release()
@@ -284,7 +270,7 @@ def answer_file(
                     if not batch.alive:
                         raise
                     continue
-                future.add_done_callback(partial(answers.answered, task, ids.shape[1], max_new_tokens))
+                future.add_done_callback(partial(answers.answered, task, ids.shape[1], limit))
                 future.add_done_callback(lambda _: room.release())
     if answers.broken is not None:
         raise Unsupported(

@@ -30,8 +30,7 @@ ROUNDING = "a pass over several tokens rounds differently from a pass over each,
 
 
 class Stopwatch:
-    """Context manager that times its block. `seconds` holds what a CUDA device had left to do at the end, and not at
-    the start."""
+    """Context manager that times its block, with what a CUDA device had left to do at the end."""
 
     def __init__(self, device: Any) -> None:
         self.cuda, self.seconds = device.type == "cuda", 0.0
@@ -110,8 +109,7 @@ def median_answer(answers: Sequence[MeasuredAnswer]) -> MeasuredAnswer:
 
 
 def first_difference(ours: Sequence[Any], plain: Sequence[Any]) -> int | None:
-    """Index of the first token (or character) that differs, None where there is none; an answer that ends early differs
-    after its end."""
+    """Index of the first token (or character) that differs, or is in one of them alone; None if they are equal."""
     if ours == plain:
         return None
     pairs = enumerate(zip(ours, plain, strict=False))
@@ -119,11 +117,8 @@ def first_difference(ours: Sequence[Any], plain: Sequence[Any]) -> int | None:
 
 
 class TimedStreamer:
-    """Streamer that takes the statistics of a `generate` without an assistant.
-
-    The first tokens end the prefill; every later hand-over is one round, in which all tokens of a row but one were
-    drafted.
-    """
+    """Streamer that takes the statistics of a `generate` without an assistant: the first tokens end the prefill, every
+    later hand-over is one round, in which all tokens of a row but one were drafted."""
 
     def __init__(self, rows: int) -> None:
         from fastspec.generation.stats import Stats

@@ -21,21 +21,19 @@ from fastspec.programs.texts import encode
 if TYPE_CHECKING:
     from rich.console import Console
 
+PENS = (
+    "A shop sells pens at 3 dollars each. Tom buys 4 pens and pays with a 20 dollar bill. How much change does he get?"
+)
 PROMPTS = (
     ("chat", "What are three good habits for learning a new language?"),
     ("code", "Write a Python function that returns the n-th Fibonacci number, and explain how it works."),
-    (
-        "arithmetic",
-        "A shop sells pens at 3 dollars each. Tom buys 4 pens and pays with a 20 dollar bill. How much change does "
-        "he get?",
-    ),
+    ("arithmetic", PENS),
     ("chat", "Explain to a child why the sky is blue."),
 )
 """(category, prompt) of the demo when the caller gives no prompt of their own."""
 
 NEW_TOKENS, NEW_TOKENS_ON_CUDA = 96, 48
-"""Of an answer, at the most. On CUDA transformers' own answers take most of the time: 16 s for these prompts in 96
-tokens on an H200."""
+"""Of an answer, at the most. On CUDA transformers' own answers take most of the time."""
 WARM_UP = 8
 """New tokens of transformers' warm-up."""
 METHODS = (BASELINE, "autoregressive", "eagle3")
@@ -60,13 +58,11 @@ class Result:
         rows = []
         for method, runs in self.runs.items():
             found = [beside(ours, plain) for ours, plain in zip(runs, self.runs[BASELINE], strict=True)]
-            lengths = [run.stats.acceptance_length if run.stats.row_rounds else 1.0 for run in runs]
-            row: dict[str, Any] = {"method": method}
-            row["tokens_per_second"] = round(statistics.median(each["tokens_per_second"] for each in found), 2)
-            row["ratio"] = round(statistics.median(each["ratio"] for each in found), 3)
-            row["acceptance_length"] = round(statistics.median(lengths), 3)
-            row["identical"] = all(each["identical"] for each in found)
-            rows.append(row)
+            speed, ratio = (statistics.median(each[name] for each in found) for name in ("tokens_per_second", "ratio"))
+            length = statistics.median(run.stats.acceptance_length if run.stats.row_rounds else 1.0 for run in runs)
+            row = {"method": method, "tokens_per_second": round(speed, 2), "ratio": round(ratio, 3)}
+            row["acceptance_length"] = round(length, 3)
+            rows.append(row | {"identical": all(each["identical"] for each in found)})
         return rows
 
     def as_json(self) -> dict[str, Any]:
@@ -75,8 +71,7 @@ class Result:
 
 
 class MarkedStreamer:
-    """Streamer that prints accepted draft tokens in colour and the target's own plain; `on_round` comes before `put`
-    of the same tokens."""
+    """Streamer that prints accepted draft tokens in colour; `on_round` comes before `put` of the same tokens."""
 
     def __init__(self, tokenizer: Any, console: Console) -> None:
         self.tokenizer, self.console = tokenizer, console
@@ -154,10 +149,8 @@ def run_demo(
     inputs = [encode(tokenizer, text, device) for text in texts]
     bound, longest = position_limit(target.config), max(batch["input_ids"].shape[1] for batch in inputs) + count
     if bound is not None and longest > bound:
-        raise Unsupported(
-            f"a prompt and {count} new tokens are {longest} tokens, and {model} has positions for {bound}: shorten the "
-            "prompt, or give a smaller --max-new-tokens"
-        )
+        room = f"a prompt and {count} new tokens are {longest} tokens, and {model} has positions for {bound}"
+        raise Unsupported(f"{room}: shorten the prompt, or give a smaller --max-new-tokens")
     result = Result(model, device, str(target.dtype).removeprefix("torch."), texts, load=load)
 
     def timed(method: str) -> list[MeasuredAnswer]:
@@ -178,9 +171,7 @@ def run_demo(
     fastspec.patch(target, eagle3=head or SMOLLM2, backend=backend)
     try:
         if streams:
-            colours = (
-                " [bold green]Green[/]: drafted by the head and accepted. Plain: the model's own token of each round."
-            )
+            colours = " [bold green]Green[/]: drafted and accepted. Plain: the model's own token of each round."
             say("\nEAGLE-3 answers." + colours * (console.color_system is not None))
             for label, text, batch in zip(labels, texts, inputs, strict=True):
                 say(f"\n[bold]{label}[/] [dim]{escape(text)}[/]")
@@ -211,7 +202,5 @@ def print_table(result: Result, console: Console) -> None:
     if result.dtype != "float32" and not all(row["identical"] for row in rows):
         console.print(f"In {result.dtype} {ROUNDING}.")
     if result.load is not None and result.load >= BUSY:
-        console.print(
-            f"This machine was busy when the demo began (load average {result.load:.1f} per processor). "
-            "Run it again on an idle one before you compare these times and ratios."
-        )
+        busy = f"This machine was busy when the demo began (load average {result.load:.1f} per processor)."
+        console.print(f"{busy} Run it again on an idle one before you compare these times and ratios.")

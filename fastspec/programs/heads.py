@@ -1,5 +1,4 @@
-"""Heads and cascades that a command names: the assistants that read a head, and its fit to a model before its weights
-are loaded; the tokenizer of a cascade."""
+"""Heads and cascades that a command names: who reads a head, its fit to a model, and the tokenizer of a cascade."""
 
 from __future__ import annotations
 
@@ -37,10 +36,8 @@ def read_heads(sources: Iterable[str], config: Any = None) -> dict[str, str]:
         readers = READERS[report.config.kind]
         methods = [f"{each}:{name}" if name else each for each in readers]
         if methods[0] in found:
-            raise Unsupported(
-                f"--head {found[methods[0]]} and --head {source} are both heads of {' and '.join(methods)}: give one "
-                "of them, or compare them by `fastspec bench`, each with a name of its own, as --head NAME=HEAD"
-            )
+            both = f"--head {found[methods[0]]} and --head {source} are both heads of {' and '.join(methods)}"
+            raise Unsupported(f"{both}: give one of them, or compare them by `fastspec bench`, as --head NAME=HEAD")
         found |= dict.fromkeys(methods, source)
     return found
 
@@ -56,8 +53,6 @@ def with_tokenizer(config: Cascade, tokenizer: Any, where: str) -> Cascade:
     from fastspec.patches.cascade.stages import load_tokenizer
 
     if config.tokenizer is not None and token_table(load_tokenizer(config.tokenizer)) != token_table(tokenizer):
-        raise Unsupported(
-            f"{where}: tokenizer={config.tokenizer!r} has other tokens than the large model: name that model's, or "
-            "leave it out, and the model's own is taken"
-        )
+        other = f"{where}: tokenizer={config.tokenizer!r} has other tokens than the large model"
+        raise Unsupported(f"{other}: name that model's, or leave it out, and the model's own is taken")
     return replace(config, tokenizer=tokenizer)

@@ -16,18 +16,21 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
+from rich.table import Column, Table
 
 
 def table(
-    titles: Iterable[str], rows: Iterable[Sequence[Any]], *, numbers: bool = True, whole: str = "", **options: Any
+    titles: Iterable[str | Column], rows: Iterable[Sequence[Any]], *, numbers: bool = True, whole: str = "", **more: Any
 ) -> Table:
-    """Table of rows. With `numbers` all columns but the first are aligned right; cells of the first and of the column
-    `whole` are not wrapped then."""
-    made = Table(**{"box": None, "pad_edge": False} | options)
-    for at, title in enumerate(titles):
+    """Table of rows, its columns as given or by title: with `numbers` all but the first are aligned right, and cells of
+    the first and of the column `whole` are not wrapped."""
+
+    def column(at: int, title: str) -> Column:
         unbroken = numbers and (at == 0 or title == whole)
-        made.add_column(title, justify="right" if numbers and at else "left", no_wrap=unbroken, overflow="fold")
+        return Column(title, justify="right" if numbers and at else "left", no_wrap=unbroken, overflow="fold")
+
+    columns = [column(at, each) if isinstance(each, str) else each for at, each in enumerate(titles)]
+    made = Table(*columns, **{"box": None, "pad_edge": False} | more)
     for row in rows:
         made.add_row(*row)
     return made
@@ -44,8 +47,7 @@ def _bars(console: Console, *columns: Any, per_second: float = 10) -> Progress:
 
 @contextmanager
 def counting(what: str, console: Console | None = None, per_second: float = 10) -> Iterator[Callable[[int, int], None]]:
-    """A function to call with (how many are done, of how many): a bar in a terminal, drawn so often a second, else a
-    line "3 of 8 <what>" each time."""
+    """A function to call with (done, of how many): a bar in a terminal, else a line "3 of 8 <what>" each time."""
     console = console or Console(stderr=True)
     if not console.is_terminal:
         yield lambda done, of: console.print(f"{done} of {of} {what}", markup=False, highlight=False)

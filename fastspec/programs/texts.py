@@ -1,5 +1,4 @@
-"""Prompts and answers of programs: JSON lines, chat templates, padding, ends of answers, and marks of their tokens:
-accepted drafts, and the target's own."""
+"""Prompts and answers of programs: JSON lines, chat templates, padding, ends of answers, marks of their tokens."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ def first_turn(row: dict[str, Any]) -> Any:
 
 
 def read_prompts(path: str | Path) -> Iterator[tuple[int, dict[str, Any], str]]:
-    """(line number, row, first user turn) of a jsonl file with `prompt` or `turns` in each row. Raises Unsupported for
-    a file or a row that is not of this form."""
+    """(line number, row, first user turn) of a jsonl file. Raises Unsupported for a row without `prompt` or `turns`."""
     for number, row in read_jsonl(path):
         text = first_turn(row)
         if not isinstance(text, str):
@@ -55,17 +53,14 @@ FIELDS_OF_PARTS = {**dict.fromkeys(TEXT_PARTS, "text"), "refusal": "refusal"}
 
 
 def as_messages(talk: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation as chat templates read it: contents are texts, arguments of calls objects, null fields are left
-    out, and OpenAI's role `developer`, of which few templates know, is `system`. Raises Unsupported, by the message's
-    number, for a content that is no text."""
+    """A conversation as chat templates read it: contents are texts, arguments of calls objects, null fields left out,
+    and the role `developer` is `system`. Raises Unsupported, by the message's number, for what is no text."""
     return [_as_message(f"messages[{number}]", message) for number, message in enumerate(talk)]
 
 
 def _as_message(name: str, message: dict[str, Any]) -> dict[str, Any]:
     found = {field: value for field, value in message.items() if value is not None}
-    content = found.get("content", "")
-    if content == "":
-        content = found.get("refusal", "")
+    content = found.get("content", "") or found.get("refusal", "")
     if not isinstance(found.get("role"), str):
         raise Unsupported(f"{name}.role must be a text")
     if found["role"] == "developer":
@@ -107,9 +102,8 @@ def _as_calls(name: str, calls: Any) -> list[dict[str, Any]]:
 def encode(
     tokenizer: Any, prompt: str | list[dict[str, Any]], device: Any = "cpu", *, chat: bool = True
 ) -> dict[str, Any]:
-    """A prompt (one user turn) or a conversation by the chat template, as tensors `input_ids` and `attention_mask` [1,
-    T]. With `chat` False, and for a tokenizer without a template, a prompt is the text itself. Raises Unsupported for a
-    conversation there."""
+    """A prompt or a conversation by the chat template, as tensors `input_ids` and `attention_mask` [1, T]. With `chat`
+    False or without a template a prompt is the text itself, and a conversation Unsupported."""
     if chat and getattr(tokenizer, "chat_template", None) is not None:
         talk = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else as_messages(prompt)
         options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
@@ -120,8 +114,7 @@ def encode(
 
 
 def padded_inputs(batch: Sequence[Sequence[int]], config: Any, device: Any) -> dict[str, Any]:
-    """Prompts as `input_ids` and `attention_mask` [B, T], padded on the left, and the `pad_token_id` of a generation
-    config, an end token where it has none."""
+    """Prompts as `input_ids` and `attention_mask` [B, T], padded on the left, and the config's `pad_token_id`."""
     from fastspec.patches.cascade.settings import left_padded
     from fastspec.patches.hf.ends import end_tokens
 
@@ -142,8 +135,7 @@ ACCEPTED, RECOVERED, BONUS, OWN = "accepted", "recovered", "bonus", "own"
 
 
 def own_mark(tokens: Sequence[int], parents: Sequence[int], path: Sequence[int], last: int) -> str:
-    """Mark of the target's own token `last` behind the accepted path of a draft tree: recovered in a rejected draft's
-    place, a bonus after the path's end."""
+    """Mark of the target's token `last` after an accepted path: recovered in a rejected draft's place, else a bonus."""
     beside = [tokens[node] for node in range(1, len(tokens)) if parents[node] == path[-1]]
     if len(tokens) == 1:
         return OWN

@@ -88,7 +88,7 @@ def test_every_value_of_a_stage_is_taken_or_refused(name: str, value: Any) -> No
         ("explain: often", "true or false"),
         ("assistant: cascade", "another"),
         ("tokenizer: 3", "path or hub id"),
-        ("stages: [{name: a}]", "model is missing"),
+        ("stages: [{name: a}]", "model=None must be a transformers model"),
         ("stages: [{model: a, dtype: float99}]", "float99"),
         ("stages: [{model: a, resources: {eagle9: x}}]", "eagle9"),
         ("predictor: [a]", "must be a path"),

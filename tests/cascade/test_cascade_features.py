@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fastspec.cascade.decisions import Rates, Solver
 from fastspec.cascade.predictor import Predictor
-from fastspec.cascade.records import GRAM, LAST, NAMES, QUANTILES, features
+from fastspec.cascade.records import LAST, NAMES, QUANTILES, features
 from fastspec.errors import Unsupported
 
 STAGES = 3
@@ -53,11 +53,11 @@ def test_every_feature_is_what_its_name_says(count, seed, vocabulary, ended):
     assert found["log_prompt_tokens"] == near(math.log(10)) and found["log_answer_tokens"] == near(math.log(count))
     assert found["share_of_limit"] == near(count / 500) and found["ended"] == ended and found["stage"] == 0.5
     ids, before, again = tokens.tolist(), set(), 0
-    for start in range(count - GRAM + 1):
-        gram = tuple(ids[start : start + GRAM])
+    for start in range(count - 3):
+        gram = tuple(ids[start : start + 4])
         again += gram in before
         before.add(gram)
-    assert found["repetition"] == near(again / max(1, count - GRAM + 1))
+    assert found["repetition"] == near(again / max(1, count - 3))
 
 
 def test_ids_may_be_a_list_and_order_matters_only_where_it_should():

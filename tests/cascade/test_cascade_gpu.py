@@ -99,7 +99,7 @@ def moved_stages() -> list[Any]:
 
 
 def test_token_mode_refuses_a_second_stage_by_name():
-    with pytest.raises(Unsupported, match="mode='token' mixes two models, and 2 stages below the large one were given"):
+    with pytest.raises(Unsupported, match="mode='token' mixes two models: give one stage, not 2"):
         cascaded(moved_stages(), mode="token")
 
 

@@ -147,7 +147,7 @@ def test_tables_that_do_not_fit_are_refused() -> None:
         ([WHOLE, replace(large, label=None)], "is not judged"),
         ([WHOLE, replace(large, set="other")], "'other'"),
         ([WHOLE], "no train item"),
-        ([WHOLE, replace(large, index=2)], "is 2, and here 1"),
+        ([WHOLE, replace(large, index=2)], "was 2, and here it is 1"),
         ([WHOLE, replace(large, split="held-out")], "held-out"),
     ):
         with pytest.raises(Unsupported, match=match):

@@ -17,7 +17,7 @@ from helpers.training import small_target, small_tokenizer
 
 import fastspec
 from fastspec.generation.engine.engine import Engine
-from fastspec.programs.bulk import Done, answer_file, encode
+from fastspec.programs.bulk import Done, answer_file, encode, settings_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 DEVICE = "cuda"
@@ -147,9 +147,8 @@ def test_a_file_of_prompts(tmp_path: Path):
     prompts = ["w5 w6", "w7", "w9 w10 w11", "w3 w4 w5 w6"]
     file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     file.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
-    assert answer_file(model, tokenizer, file, out, assistant="nasd", rows=2, max_new_tokens=9, max_length=60) == Done(
-        0, 4, 0
-    )
+    settings = settings_of("", 9)
+    assert answer_file(model, tokenizer, file, out, settings, assistant="nasd", rows=2, max_length=60) == Done(0, 4, 0)
     rows = sorted((json.loads(line) for line in out.read_text().splitlines()), key=lambda row: row["line"])
     for row, prompt in zip(rows, prompts, strict=True):
         ids = encode(tokenizer, prompt, DEVICE)["input_ids"]

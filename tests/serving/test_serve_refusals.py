@@ -388,7 +388,7 @@ def test_times_count_from_when_a_request_arrived(server: Served, monkeypatch) ->
     """What it waits for until it is read, too."""
     names = "fastspec_time_to_first_token_seconds_sum", "fastspec_request_seconds_sum"
     before = [server.metric(name) for name in names]
-    monkeypatch.setattr(app, "parse", lambda text: time.sleep(0.5) or parse(text))
+    monkeypatch.setattr(app.requests, "parse", lambda text: time.sleep(0.5) or parse(text))
     assert post(server, ONE, b'{"prompt": "w5", "max_tokens": 2}')[0] == 200
     for name, earlier in zip(names, before, strict=True):
         server.wait(lambda name=name, earlier=earlier: server.metric(name) > earlier)

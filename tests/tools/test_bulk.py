@@ -18,15 +18,8 @@ from typer.testing import CliRunner
 import fastspec
 from fastspec import Unsupported
 from fastspec.models import SMOLLM2
-from fastspec.programs.bulk import (
-    Done,
-    answer_file,
-    read_answered,
-    read_left,
-    read_tasks,
-    settings_of,
-    share_of_process,
-)
+from fastspec.programs import bulk
+from fastspec.programs.bulk import Done, read_answered, read_left, read_tasks, settings_of, share_of_process
 from fastspec.programs.cli.app import app
 from fastspec.programs.cli.serving import Chosen, chosen_of
 from fastspec.programs.texts import encode
@@ -40,6 +33,14 @@ GREEDY = {"do_sample": False, "top_k": 50, "temperature": 1.0}
 def small() -> tuple[Any, Any]:
     model = small_target()
     return fastspec.patch(model, eagle3=tiny_head(model)), small_tokenizer()
+
+
+def answer_file(model: Any, tokenizer: Any, prompts: Path, out: Path, name: str = "", **options: Any) -> Done:
+    """Answer a file with settings and other options together."""
+    others = {
+        each: options.pop(each) for each in ("assistant", "rows", "max_length", "share", "tell") if each in options
+    }
+    return bulk.answer_file(model, tokenizer, prompts, out, settings_of(name, **options), **others)
 
 
 def answers(path: Path) -> list[dict[str, Any]]:

@@ -7,33 +7,16 @@ repository with the same files. The distribution fastspec-transformers must be i
 
 import fastspec
 
+RESOURCES = ("eagle", "eagle2", "eagle3", "mtp", "speculative", "cascade", "backend")
 
-def generate(
-    model,
-    assistant="nasd",
-    eagle=None,
-    eagle2=None,
-    eagle3=None,
-    mtp=None,
-    speculative=None,
-    cascade=None,
-    backend="auto",
-    **kwargs,
-):
+
+def generate(model, assistant="nasd", **kwargs):
     """Patch the model for the length of the call, and decode with an assistant.
 
-    `assistant` is a name or a config object, `eagle` ... `backend` are what `fastspec.patch` takes, and all else is
-    what `generate` takes. A model that is called often is patched once instead: each call here makes its buffers, and
-    on CUDA its graphs, anew.
+    `assistant` is a name or a config object, `RESOURCES` are what `fastspec.patch` takes, and all else is what
+    `generate` takes. A model that is called often is patched once instead: each call here makes its buffers, and on
+    CUDA its graphs, anew.
     """
-    resources = {
-        "eagle": eagle,
-        "eagle2": eagle2,
-        "eagle3": eagle3,
-        "mtp": mtp,
-        "speculative": speculative,
-        "cascade": cascade,
-        "backend": backend,
-    }
+    resources = {name: kwargs.pop(name) for name in RESOURCES if name in kwargs}
     with fastspec.patched(model, **resources):
         return model.generate(assistant=assistant, **kwargs)

@@ -1,5 +1,4 @@
-"""`fastspec bench`: assistants beside transformers' own ways to generate, in one run, on the same prompts, output
-compared."""
+"""`fastspec bench`: assistants beside transformers' own ways to generate, on the same prompts, output compared."""
 
 from fastspec.programs.bench.run import run_bench
 

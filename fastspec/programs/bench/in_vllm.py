@@ -17,7 +17,6 @@ DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted
 
 
 def main(job_path: str, out_path: str) -> None:
-    """Answer every batch, one after another."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     import vllm
 

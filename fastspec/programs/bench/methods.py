@@ -63,7 +63,6 @@ class Drafters:
     assisted: dict[str, Any] = field(default_factory=dict)
 
     def assistant(self, name: str) -> Any:
-        """The argument `assistant=` of a method."""
         exits = name == Speculative.name and self.early_exit is not None
         return Speculative(early_exit=self.early_exit) if exits else name.partition(":")[0]
 
@@ -97,10 +96,10 @@ class Drafters:
             return self
         given = load_draft(self.draft_model, target, tokenizer)
         draft, *both = given if isinstance(given, tuple) else (given,)
-        tokenizers = zip(("assistant_tokenizer", "tokenizer"), both, strict=False)
-        return replace(
-            self, resources={Speculative.name: given}, assisted={**dict(tokenizers), "assistant_model": twin(draft)}
-        )
+        assisted = dict(zip(("assistant_tokenizer", "tokenizer"), both, strict=False)) | {
+            "assistant_model": twin(draft)
+        }
+        return replace(self, resources={Speculative.name: given}, assisted=assisted)
 
 
 def twin(model: Any) -> Any:
@@ -127,9 +126,7 @@ def read_drafters(
         if name.partition(":")[0] not in known:
             raise Unsupported(f"method {name!r} is unknown: {accepted(name, known)}")
     if draft_model is not None and early_exit is not None:
-        raise Unsupported(
-            "--draft-model and --early-exit both say what drafts for speculative and assisted: give one of them"
-        )
+        raise Unsupported("--draft-model and --early-exit both draft for speculative and assisted: give one of them")
     config: Any = load_config(model) if heads or early_exit is not None else None
     shipped = dict.fromkeys(source for _, source in SHIPPED.get(model, ()))
     found = read_heads(shipped if heads is None else heads, config if heads else None)

@@ -44,9 +44,8 @@ class Peer:
 
     def __post_init__(self) -> None:
         if self.engine not in WORKERS:
-            raise Unsupported(
-                f"peer {self.engine!r} is unknown: accepted are {', '.join(WORKERS)}; no other engine was tried"
-            )
+            known = ", ".join(WORKERS)
+            raise Unsupported(f"peer {self.engine!r} is unknown: accepted are {known}; no other engine was tried")
 
     def is_installed(self) -> bool:
         """True where that Python finds the engine, which is not imported."""
@@ -86,7 +85,6 @@ class PeerJob:
 
     @property
     def new(self) -> list[int]:
-        """New tokens of every batch, at the most."""
         each = self.max_new_tokens
         return [each] * len(self.batches) if isinstance(each, int) else list(each)
 
@@ -103,18 +101,15 @@ class PeerJob:
             "gpu_memory_utilization": self.memory,
             "skip_tokenizer_init": True,
         }
-        if self.cache_bytes is not None:
-            options["kv_cache_memory_bytes"] = self.cache_bytes
-        if self.quantization is not None:
-            options["quantization"] = self.quantization
-        if self.processes > 1:
-            options["tensor_parallel_size"] = self.processes
-        if self.dummy:
-            options["load_format"] = "dummy"
-        if chain is not None:
-            drafts = {"method": "eagle3", "model": self.head, "num_speculative_tokens": chain}
-            options["speculative_config"] = drafts
-        return options
+        drafts = {"method": "eagle3", "model": self.head, "num_speculative_tokens": chain}
+        may = {
+            "kv_cache_memory_bytes": self.cache_bytes,
+            "quantization": self.quantization,
+            "tensor_parallel_size": self.processes if self.processes > 1 else None,
+            "load_format": "dummy" if self.dummy else None,
+            "speculative_config": None if chain is None else drafts,
+        }
+        return options | {name: value for name, value in may.items() if value is not None}
 
 
 def answers(peer: Peer, job: PeerJob, chain: int | None = None) -> tuple[Row, list[list[MeasuredAnswer]]]:
@@ -157,12 +152,6 @@ def _stats(answer: Row) -> Stats:
     lengths = [more - less for more, less in zip([drafts, *at], [*at, 0], strict=True)] if drafts else []
     rows = len(answer["tokens"])
     after_first = max(0, sum(map(len, answer["tokens"])) - rows)  # the first token of each comes from its prompt
-    return Stats(
-        rows=rows,
-        row_rounds=drafts,
-        draft_rounds=drafts,
-        accepted=accepted,
-        round_tokens=min(drafts + accepted, after_first),
-        lengths=lengths,
-        seconds=answer["seconds"],
-    )
+    found = Stats(rows=rows, row_rounds=drafts, draft_rounds=drafts, accepted=accepted, lengths=lengths)
+    found.round_tokens, found.seconds = min(drafts + accepted, after_first), answer["seconds"]
+    return found

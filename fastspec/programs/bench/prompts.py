@@ -43,8 +43,7 @@ def rows_of(texts: Sequence[str]) -> list[Row]:
 def encode_rows(
     rows: list[Row], tokenizer: Any, model: Any, each: int | None, max_new_tokens: int, say: Say
 ) -> list[BenchPrompt]:
-    """The first `each` prompts of every category that the model has positions for, categories in the order of their
-    first prompt."""
+    """The first `each` prompts of every category that the model has positions for, by category."""
     from fastspec.patches.hf.config_fields import position_limit
 
     bound = position_limit(model.config)
@@ -60,12 +59,11 @@ def encode_rows(
             group.append(BenchPrompt(row["category"], row["id"], ids))
         else:
             left += 1
+    no_room = f"empty or with no room for {max_new_tokens} new tokens in {bound} positions"
     if left:
-        say(f"left out: {left} prompts, empty or with no room for {max_new_tokens} new tokens in {bound} positions")
+        say(f"left out: {left} prompts, {no_room}")
     if not any(found.values()):
-        raise Unsupported(
-            f"no prompt is left: each is empty, or leaves no room for {max_new_tokens} new tokens in {bound} positions"
-        )
+        raise Unsupported(f"no prompt is left: each is {no_room}")
     return [prompt for group in found.values() for prompt in group]
 
 

@@ -24,10 +24,15 @@ if TYPE_CHECKING:
 OVERALL = "overall"
 SIDE_BY_SIDE = 3
 """Methods beside transformers in a table of categories."""
-FIGURES = (
-    *("tokens_per_second", "ratio", "acceptance_length", "acceptance_rate"),
-    *("prefill_ms", "ms_per_round", "floor_share", "peak_mib"),
+FIGURES: tuple[str, ...] = (
+    "tokens_per_second",
+    "ratio",
+    "acceptance_length",
+    "acceptance_rate",
+    "prefill_ms",
+    "ms_per_round",
 )
+FIGURES += ("floor_share", "peak_mib")
 
 
 def quantiles(values: Sequence[float]) -> list[float]:
@@ -73,7 +78,6 @@ def by_size(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def without_texts(row: Row) -> Row:
-    """A row as it is written to a file."""
     return {name: value for name, value in row.items() if name != "texts"}
 
 
@@ -92,8 +96,7 @@ def writer(path: Path | None) -> Iterator[Callable[[Row], None] | None]:
 
 
 def print_profiles(profiles: Mapping[str, Profile], folder: Path, console: Console) -> None:
-    """Times of the parts of each method's rounds, and the file of their trace for Perfetto. Raises Unsupported where it
-    cannot be written."""
+    """Times of the parts of each method's rounds, and the file of their trace for Perfetto."""
     for name, profile in profiles.items():
         path = folder / f"TRACE-{name.replace(':', '-')}.json"
         console.print(f"\n{name}", style="bold", markup=False)
@@ -156,16 +159,8 @@ def speed_table(whole: list[Row]) -> Table:
     for row in whole:
         same = f"[{'green' if row['identical'] == row['count'] else 'bold red'}]{row['identical']}/{row['count']}[/]"
         speeds = [f"{value:.1f}" for value in row["tokens_per_second"]]
-        rows.append(
-            (
-                row["method"],
-                *speeds,
-                _median(row, "ratio", ".2f") + "x",
-                _median(row, "acceptance_length", ".2f"),
-                _median(row, "acceptance_rate", ".2f"),
-                same,
-            )
-        )
+        shares = [_median(row, name, ".2f") for name in ("acceptance_length", "acceptance_rate")]
+        rows.append((row["method"], *speeds, _median(row, "ratio", ".2f") + "x", *shares, same))
     return _table(("all prompts", "tokens/s 20", "50", "80", "ratio", "acceptance", "rate", "identical"), rows)
 
 

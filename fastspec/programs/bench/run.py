@@ -14,18 +14,10 @@ from fastspec.config import BackendName
 from fastspec.devices import use_device
 from fastspec.errors import Unsupported
 from fastspec.models import SMOLLM2, load_model, source_of
+from fastspec.programs.bench import prompts as bench_prompts
 from fastspec.programs.bench.methods import Drafters, Method, choose, read_drafters, twin
 from fastspec.programs.bench.peers import CHAINS, Peer, PeerFailed, PeerJob, answers
-from fastspec.programs.bench.prompts import (
-    BUNDLED,
-    BenchPrompt,
-    Row,
-    Say,
-    encode_rows,
-    make_batches,
-    read_rows,
-    rows_of,
-)
+from fastspec.programs.bench.prompts import BUNDLED, BenchPrompt, Row, Say, encode_rows, make_batches
 from fastspec.programs.compare import MeasuredAnswer, beside, environment, floor, measured_answer, median_answer
 from fastspec.programs.texts import padded_inputs
 
@@ -43,11 +35,9 @@ def on_part(
     warmup: int | None = None,
     runs: int = 1,
 ) -> Iterator[tuple[Method, MeasuredAnswer, MeasuredAnswer]]:
-    """(method, its answer, the baseline's answer) to one batch of prompts; the first method is the baseline.
-
-    Every method answers `warmup` times before it is measured (None: `untimed` times where it compiles or captures),
-    then `runs` times. Its answer is that of median time, or one that differs from the baseline's.
-    """
+    """(method, its answer, the baseline's answer) to one batch of prompts; the first method is the baseline. Every one
+    answers `warmup` times before it is measured (None: `untimed` times where it compiles or captures), then `runs`
+    times. Its answer is that of median time, or one that differs from the baseline's."""
     base: MeasuredAnswer | None = None
     for method in methods:
         for _ in range(warmup if warmup is not None else untimed if method.compiles else 0):
@@ -130,30 +120,23 @@ def run_bench(
     """Answer the prompts greedily by every method, and return one row per method and batch of prompts; see
     docs/performance/measure.md.
 
-    `prompts` are jsonl files in Spec-Bench's form, and `texts` prompts of the category "prompt"; without both the
-    bundled prompts are asked (`BUNDLED`). The first `each` prompts of every category are taken. `model`, `heads` and
-    `draft_model` are names as in `load_model` and `fastspec.patch`; "NAME=HEAD" among `heads` is measured as
-    "eagle3:NAME", and so several of one kind in one run; without `heads` those that ship for the model are
-    taken. `speculative`, and transformers' `assisted` beside it, draft with `draft_model`, of any tokenizer, or with
-    the target's first `early_exit` layers. `batch` prompts of a category are answered together; of several such numbers
-    one after another (`batch_size` of a row). `methods` are names of assistants and of `PEERS`; without them all that
-    have what they need. "transformers" is always measured. `dtype` ("float32", "bfloat16", "float16") defaults to fp32
-    on the CPU and bf16 on CUDA, `device` to CUDA where there is one. `say` is told of what is left out, and `on_row` is
-    given every row as it comes; `on_profile` the name of every assistant among the methods and the times of its rounds,
-    from one more call on the first batch.
+    `prompts` are jsonl files in Spec-Bench's form, `texts` prompts of the category "prompt"; without both `BUNDLED` is
+    asked. The first `each` prompts of every category are taken, and `batch` of one category answered together, of
+    several such numbers one after another (`batch_size` of a row). `model`, `heads` and `draft_model` are names as in
+    `load_model` and `fastspec.patch`; "NAME=HEAD" is measured as "eagle3:NAME"; without `heads` those that ship for the
+    model are taken. `speculative` and transformers' `assisted` draft with `draft_model`, or the target's first
+    `early_exit` layers. `methods` are assistants and `PEERS`, by default all that have what they need; "transformers"
+    is always measured. `dtype` defaults to fp32 on the CPU and bf16 on CUDA, `device` to CUDA where there is one. `say`
+    is told of what is left out, `on_row` is given every row, `on_profile` the times of every assistant's rounds, from
+    one more call on the first batch.
 
-    Every method answers a batch `runs` times, and the call of median time makes its row; before these `warmup` times
-    (None: on CUDA twice, methods that compile or capture). Of runs that differ, one that differs from `transformers`
-    makes the row.
+    Every method answers a batch `runs` times, after `warmup` times (None: on CUDA twice, methods that compile or
+    capture); the call of median time makes its row, or one whose answer differs from `transformers`.
 
-    `peers` are other engines, which answer the same prompts after all methods, when the model has left the device; one
-    that is not installed is left out with a word to `say`. What one that fails wrote last is given to `on_failure`, or
-    raised as PeerFailed once all have answered.
-
-    A row's `floor_share` is the time of reading the weights once, at the bandwidth measured here, over the time of a
-    round. Raises Unsupported for bad arguments, an unknown method and one that was named and lacks its resource, two
-    heads of one kind and name, and whatever loading and patching raise; before weights are loaded, where the models'
-    configurations tell.
+    `peers` are other engines, which answer after all methods, when the model has left the device. What one that fails
+    wrote last is given to `on_failure`, or raised as PeerFailed once all have answered. A row's `floor_share` is the
+    time of reading the weights once, at the bandwidth measured here, over that of a round. Raises Unsupported for bad
+    arguments and methods that lack something, before weights are loaded where the configurations tell.
     """
     sizes = [batch] if isinstance(batch, int) else list(dict.fromkeys(batch))
     counts = [("max_new_tokens", max_new_tokens), ("each", 1 if each is None else each), ("runs", runs)]
@@ -162,15 +145,12 @@ def run_bench(
             raise Unsupported(f"{name} must be at least 1, not {value}")
     say = say or (lambda line: None)
     files = prompts if prompts or texts else (BUNDLED,)
-    asked = [row for path in files for row in read_rows(path)] + rows_of(texts)
+    asked = [row for path in files for row in bench_prompts.read_rows(path)] + bench_prompts.rows_of(texts)
     if not asked:
         raise Unsupported("there are no prompts in " + ", ".join(map(str, files)))
     absent = [peer for peer in peers if not peer.is_installed()]
     for peer in absent:
-        say(
-            f"left out: {peer.engine}: it is not installed for {peer.python}; another Python that has it can be "
-            "named with --peer-python"
-        )
+        say(f"left out: {peer.engine}: it is not installed for {peer.python}: name another Python with --peer-python")
     import torch
 
     device = use_device(device)
@@ -247,8 +227,7 @@ def by_peer(
     runs: int,
     say: Say,
 ) -> Iterator[Row]:
-    """Rows of an engine, which has the device to itself: the model goes to the CPU. `answered` are the batches with
-    their size and the baseline's answer."""
+    """Rows of an engine, for which the model goes to the CPU. `answered`: (size, batch, the baseline's answer)."""
     import torch
 
     from fastspec.patches.assistants.heads import load_head
@@ -274,15 +253,13 @@ def by_peer(
             told, found = answers(peer, job, chain)
             drafted_by = {"head": None if chain is None else head, "draft_model": None, "early_exit": None}
             for (size, part, base), calls in zip(answered, found, strict=True):
-                row = (
-                    row_of(part, median_answer(calls), base, tokenizer) | told | {"prefill_ms": None, "beside_ms": None}
-                )
+                row = row_of(part, median_answer(calls), base, tokenizer) | told
+                row |= {"prefill_ms": None, "beside_ms": None}
                 yield {"method": peer.method(chain), **drafted_by, **row, "runs": runs, "batch_size": size}
 
 
 def readable(head: EagleHead, source: str, place: str) -> str:
-    """Folder of a head that other programs read: its own, or `place`, to which one is written out whose LM head the
-    target lends."""
+    """Folder of a head for other programs: its own, or `place`, where one without an LM head is written out with it."""
     from fastspec.patches.assistants.heads import find_head
     from fastspec.programs.training.save import save_head, with_own_lm_head
 

@@ -15,22 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 import fastspec
-from fastspec import Eagle3
 from fastspec.config import STORAGES
 from fastspec.default_trees import CPP_TREE
 from fastspec.errors import FastSpecError, Unsupported, accepted, meant
 from fastspec.files import parse_json
+from fastspec.programs.chat import settings
 from fastspec.programs.chat.session import Chat, read_saved
-from fastspec.programs.chat.settings import (
-    COMMAND_FIELDS,
-    FIELDS,
-    KEPT_FOR,
-    OLDER_STORAGES,
-    PROCESSORS,
-    TREE,
-    heads_of,
-    resource_names,
-)
+from fastspec.programs.chat.settings import COMMAND_FIELDS, FIELDS, KEPT_FOR, PROCESSORS, TREE, resource_names
 from fastspec.programs.chat.view import COLUMN
 from fastspec.programs.terminal import table
 
@@ -57,7 +48,6 @@ COMMANDS: dict[str, Command] = {}
 
 
 def command(usage: str, what: str, value: Value | None = None, *choices: Choices) -> Callable[[Run], Run]:
-    """Decorator that puts a function into the table."""
 
     def add(run: Run) -> Run:
         COMMANDS[usage.split()[0]] = Command(f"/{usage}", what, run, value, choices)
@@ -92,10 +82,8 @@ def execute(chat: Chat, line: str) -> Any:
         raise Unsupported(f"{line}: {error}") from error
     found = COMMANDS.get(name)
     if found is None:
-        hint = meant(f"/{name}", (f"/{each}" for each in COMMANDS))
-        raise Unsupported(
-            f"unknown command /{name}: {hint}/help lists them; a space before the slash makes the line a prompt"
-        )
+        hint = f"{meant(f'/{name}', (f'/{each}' for each in COMMANDS))}/help lists them"
+        raise Unsupported(f"unknown command /{name}: {hint}; a space before the slash makes the line a prompt")
     _, *words = found.usage.split()
     least = sum(not word.startswith("[") for word in words)
     if not least <= len(arguments) <= len(words):
@@ -133,8 +121,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _read(name: str, text: str) -> Any:
-    """The value that a text gives a field: a number, on or off, JSON, or else the text itself. "default" is the class's
-    default."""
+    """The value that a text gives a field: "default", on or off, JSON, or else the text itself."""
     if text == "default":
         return FIELDS.get(name)
     if text in ("on", "off"):
@@ -181,7 +168,7 @@ def _help(chat: Chat, name: str = "") -> Table:
 
 @command("model NAME [HEAD]", "load another model and patch it, with an EAGLE-3 head", _shown("model"))
 def _model(chat: Chat, name: str, head: str | None = None) -> str:
-    heads = heads_of(name, [head] if head else None)
+    heads = settings.heads_of(name, [head] if head else None)
     return _opened(chat, chat.reopen(chat.settings.replace(model=name, resources=tuple(heads.items()))))
 
 
@@ -257,9 +244,9 @@ def _seed(chat: Chat, text: str) -> dict[str, Any]:
 )
 def _beams(chat: Chat, text: str, penalty: str | None = None) -> dict[str, Any]:
     changes = {"beams": _number("beams", "beams", text)}
-    return (
-        changes if penalty is None else changes | {"length_penalty": _number("beams", "length_penalty", penalty, float)}
-    )
+    if penalty is not None:
+        changes["length_penalty"] = _number("beams", "length_penalty", penalty, float)
+    return changes
 
 
 @setting(
@@ -287,7 +274,7 @@ _switch("stop_if_unknown", "where nasd knows nothing, draft nothing; off: the la
     KEPT_FOR,
 )
 def _storage(chat: Chat, name: str, kept: str | None = None) -> dict[str, Any]:
-    name = OLDER_STORAGES.get(name, name)
+    name = settings.OLDER_STORAGES.get(name, name)
     if name not in (*STORAGES, *chat.storages):
         raise Unsupported(f"storage {name!r} is unknown: {accepted(name, (*STORAGES, *chat.storages))}")
     own, kind = (name, FIELDS["nasd.storage"]) if name in chat.storages else (None, name)
@@ -309,7 +296,7 @@ def _early_exit(chat: Chat, text: str) -> dict[str, Any]:
 
 def _tree_value(chat: Chat) -> str:
     config = chat.settings.assistant("eagle3")
-    cpp = config == Eagle3() and fastspec.report(chat.model).backend == "cpp"
+    cpp = config == fastspec.Eagle3() and fastspec.report(chat.model).backend == "cpp"
     shape = CPP_TREE if cpp else config.shape(chat.model.device.type)
     grown = f"depth {shape.depth}, top_k {shape.top_k}"
     if config.total_tokens == "auto":

@@ -28,8 +28,7 @@ def run_chat(
     own: str | None = None,
 ) -> Chat:
     """Load what the settings name and converse over `prompts`, where errors are raised; without any over what is typed,
-    or standard input where that is no terminal. Goes on from a `saved` chat, with what the Python file `own` adds;
-    returns the chat as it ended."""
+    or standard input. Goes on from a `saved` chat, with what the Python file `own` adds; returns the chat."""
     chat = Chat.open(settings, **({} if own is None else read_own(own)))
     if saved is not None:
         chat.turns, chat.conversation = list(saved.turns), list(saved.conversation)
@@ -74,8 +73,7 @@ def take(chat: Chat, line: str, console: Console) -> None:
 
 
 def respond(chat: Chat, prompt: str, console: Console) -> ChatTurn:
-    """Answer a prompt with every strategy in turn, and compare them. An interrupt ends the answer at hand and drops the
-    ones after it."""
+    """Answer a prompt with every strategy in turn, and compare them. An interrupt ends the turn."""
     turn, names = ChatTurn(prompt, chat.settings), chat.strategies()
     below: list[str | Tree] = []
     beside = chat.settings.columns and 1 < len(names) <= console.width // view.COLUMN
@@ -89,9 +87,8 @@ def respond(chat: Chat, prompt: str, console: Console) -> ChatTurn:
             turn.answers.append(answer)
             if name == BEAMS:
                 shown.print(answer.text, markup=False, highlight=False)
-            trees = [
-                view.round_tree(chat.tokenizer, number, found) for number, found in enumerate(streamer.trees or (), 1)
-            ]
+            rounds = enumerate(streamer.trees or (), 1)
+            trees = [view.round_tree(chat.tokenizer, number, found) for number, found in rounds]
             trees += [view.stage_tree(answer.explanation)] if answer.explanation is not None else []
             if columns is None:
                 _print_all(console, trees)

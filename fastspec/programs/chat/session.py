@@ -15,15 +15,8 @@ from fastspec.config import STORAGES
 from fastspec.errors import Unsupported, accepted
 from fastspec.files import parse_json
 from fastspec.models import prompt_width
-from fastspec.programs.chat.settings import (
-    COMMAND_FIELDS,
-    OLDER_STORAGES,
-    Settings,
-    forget_cascade,
-    load,
-    read_resources,
-    resource_names,
-)
+from fastspec.programs.chat import settings as chat_settings
+from fastspec.programs.chat.settings import OLDER_STORAGES, Settings, forget_cascade, load, resource_names
 from fastspec.programs.compare import BASELINE, Stopwatch, first_difference
 from fastspec.programs.texts import encode
 
@@ -60,19 +53,16 @@ class Answer:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted over drafted tokens; None without drafts."""
         return self.accepted / self.drafted if self.drafted else None
 
     def as_json(self) -> dict[str, Any]:
-        told, length = self.explanation, self.acceptance_length
-        return {
-            **asdict(self),
-            "tokens_per_second": round(self.tokens_per_second, 2),
-            "acceptance_length": None if length is None else round(length, 3),
-            "acceptance_rate": None if self.acceptance_rate is None else round(self.acceptance_rate, 3),
-            "explanation": told
-            and {"stage": told.stage, "reused": told.reused, "milliseconds": told.milliseconds, **asdict(told)},
-        }
+        told, found = self.explanation, asdict(self) | {"tokens_per_second": round(self.tokens_per_second, 2)}
+        for name in ("acceptance_length", "acceptance_rate"):
+            value = getattr(self, name)
+            found[name] = None if value is None else round(value, 3)
+        if told is not None:
+            found["explanation"] |= {name: getattr(told, name) for name in ("stage", "reused", "milliseconds")}
+        return found
 
 
 @dataclass
@@ -111,12 +101,9 @@ class SavedChat:
 
 
 class Chat:
-    """A patched model, its tokenizer, the settings, and the conversation.
-
-    `own`, `processors` and `storages` map names to yours: assistants (objects of the `Decoding` protocol), which then
-    are strategies like the others, transformers' logits processors (of a class one is made for every answer), and
-    classes or functions that make a `fastspec.Storage`.
-    """
+    """A patched model, its tokenizer, the settings, and the conversation. `own`, `processors` and `storages` map names
+    to yours: assistants (objects of the `Decoding` protocol), transformers' logits processors (of a class one is made
+    for every answer), and classes or functions that make a `fastspec.Storage`."""
 
     def __init__(
         self,
@@ -141,8 +128,7 @@ class Chat:
 
     @classmethod
     def open(cls, settings: Settings, **own: Any) -> Chat:
-        """Load the settings' model, patch it and check the assistants, `own` beside them. Raises what loading and
-        patching raise."""
+        """Load the settings' model, patch it and check the assistants, `own` beside them."""
         chat = cls(None, None, settings, **own)
         chat.check_own(settings)
         for name in settings.assistants:
@@ -175,13 +161,14 @@ class Chat:
         self.settings = settings
 
     def reopen(self, settings: Settings) -> dict[str, str]:
-        """Load and patch what changed settings name, and drop the old model; returns the assistants that can no longer
-        answer, and why. Where loading fails, everything is as it was."""
+        """Load and patch what settings name, and drop the old model; returns the assistants that can no longer answer,
+        and why. Where loading fails, everything is as it was."""
         self.check_own(settings)
         if all(getattr(settings, name) == getattr(self.settings, name) for name in ("model", "device")):
             from fastspec.patches.api import resources_of
 
-            given, before = read_resources(settings, self.model, self.tokenizer), resources_of(self.model)
+            given = chat_settings.read_resources(settings, self.model, self.tokenizer)
+            before = resources_of(self.model)
             fastspec.unpatch(self.model)
             try:
                 fastspec.patch(self.model, **given, backend=settings.backend)
@@ -212,7 +199,6 @@ class Chat:
         return [*self.settings.assistants, *([BEAMS] if self.settings.beams > 1 else [])]
 
     def known(self) -> list[str]:
-        """Every assistant by name, whether it has what it needs or not."""
         from fastspec.patches.api import ASSISTANTS
 
         return [BASELINE, *ASSISTANTS, *self.own]
@@ -253,11 +239,8 @@ class Chat:
             raise Unsupported(f"{error}; in the chat: {commands}") from error
 
     def answer(self, prompt: str, strategy: str, streamer: Any) -> Answer:
-        """The answer of one strategy to the conversation and a further prompt.
-
-        `streamer` is a `view.AnswerStreamer`, whose display time does not count; an interrupt (Ctrl-C) ends the answer
-        with what it was handed.
-        """
+        """The answer of one strategy to the conversation and a further prompt. The display time of `streamer`, a
+        `view.AnswerStreamer`, does not count; an interrupt (Ctrl-C) ends the answer with what it was handed."""
         import torch
 
         from fastspec.patches.hf.cache import CACHE, kept_cache
@@ -295,15 +278,12 @@ class Chat:
         return answer
 
     def keep(self, turn: ChatTurn) -> None:
-        """Make a turn part of the conversation, which goes on from its first answer. A turn stopped before its first
-        token is dropped."""
+        """Make a turn part of the conversation, which goes on from its first answer, if that has a token."""
         if not turn.answers or not turn.answers[0].tokens:
             return
         self.turns.append(turn)
-        self.conversation += [
-            {"role": "user", "content": turn.prompt},
-            {"role": "assistant", "content": turn.answers[0].text},
-        ]
+        said = ("user", turn.prompt), ("assistant", turn.answers[0].text)
+        self.conversation += [{"role": role, "content": text} for role, text in said]
 
     def restore(self, saved: SavedChat) -> dict[str, str]:
         """Go on with a chat that was saved, with its model and settings, as `reopen` does."""
@@ -312,7 +292,6 @@ class Chat:
         return lost
 
     def reset(self) -> None:
-        """Forget the conversation, the caches and a storage that is kept with it."""
         self.turns, self.conversation, self._storage = [], [], None
         self.drop_caches()
 
@@ -322,7 +301,6 @@ class Chat:
         forget_cascade(self.model)
 
     def as_json(self) -> dict[str, Any]:
-        """Settings, conversation and statistics, ready for `json.dumps`."""
         return {
             "model": self.settings.model,
             "device": str(self.model.device),
@@ -444,15 +422,13 @@ def _settings(read: dict[str, Any]) -> Settings:
     for name, kind in (("model", str), *((name, list) for name in TUPLES)):
         if not isinstance(read[name], kind):
             raise TypeError(f"{name} is {read[name]!r}")
-    given = {name: value for name, value in read.items() if name not in COMMAND_FIELDS}
+    older = chat_settings.COMMAND_FIELDS  # names of older files, None for a default
+    given = {name: value for name, value in read.items() if name not in older}
     given |= {name: tuple(map(str, read[name])) for name in NAMES if name in read}
     given["resources"] = tuple((str(name), str(at)) for name, at in read["resources"])
     changes = {str(name): value for name, value in given.pop("given", ())}
-    for name, keys in COMMAND_FIELDS.items():  # names of older files, None for a default
-        if read.get(name) is not None:
-            changes |= dict.fromkeys(
-                keys, OLDER_STORAGES.get(read[name], read[name]) if name == "storage" else read[name]
-            )
+    for name, value in ((name, read[name]) for name in older if read.get(name) is not None):
+        changes |= dict.fromkeys(older[name], OLDER_STORAGES.get(value, value) if name == "storage" else value)
     return Settings(**given).with_fields(changes)
 
 

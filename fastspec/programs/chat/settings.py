@@ -1,5 +1,4 @@
-"""Settings of a chat, one frozen object that the commands replace; the heads, draft models and cascades of them; parts
-of one's own from a Python file."""
+"""Settings of a chat, their heads, draft models and cascades, and parts of one's own from a Python file."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from typing import Any
 import fastspec
 from fastspec.config import BackendName
 from fastspec.devices import use_device
-from fastspec.errors import Unsupported, accepted
+from fastspec.errors import Unsupported, accepted, check_whole
 from fastspec.models import SMOLLM2, SMOLLM2_HEADS
 from fastspec.programs.heads import fitting_heads, with_tokenizer
 
@@ -55,9 +54,8 @@ _NEUTRAL = {"min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff":
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a chat. `resources` are pairs (assistant, source), as `fastspec.patch` takes them; temperature in the
-    target's logits, `max_new_tokens` per answer. Raises `Unsupported` for values out of range.
-    """
+    """Settings of a chat. `resources` are pairs (assistant, source), as `fastspec.patch` takes them; `max_new_tokens`
+    are per answer. Raises `Unsupported` for values out of range."""
 
     model: str = SMOLLM2
     resources: tuple[tuple[str, str], ...] = SMOLLM2_HEADS
@@ -86,9 +84,7 @@ class Settings:
     """Fields of the assistants' configs that differ from the classes' defaults: ("nasd.gamma", 3)."""
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "top_k", "beams"):
-            if getattr(self, name) < 1:
-                raise Unsupported(f"{name} must be at least 1, not {getattr(self, name)}")
+        check_whole("the chat", 1, max_new_tokens=self.max_new_tokens, top_k=self.top_k, beams=self.beams)
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise Unsupported(f"seed must lie between 0 and 2**63 - 1, not {self.seed}")
         if not 0 < self.temperature < float("inf"):
@@ -96,11 +92,10 @@ class Settings:
             raise Unsupported(f"{told}: /processor greedy does without sampling")
         if not abs(self.length_penalty) < float("inf"):
             raise Unsupported(f"length_penalty must be finite, not {self.length_penalty:g}")
-        if self.own_storage is not None and self.field("nasd.n") is not None:
-            raise Unsupported(
-                f"nasd.n={self.field('nasd.n')} is of fastspec's own storages, and {self.own_storage!r} is yours: "
-                "/ngram default takes it back"
-            )
+        longest = self.field("nasd.n")
+        if self.own_storage is not None and longest is not None:
+            told = f"nasd.n={longest} is of fastspec's own storages, and {self.own_storage!r} is yours"
+            raise Unsupported(f"{told}: /ngram default takes it back")
         if not 0 < self.top_p <= 1:
             raise Unsupported(f"top_p must lie above 0 and at most at 1, not {self.top_p:g}")
         for name, known in (("processor", PROCESSORS), ("storage_per", KEPT_FOR)):
@@ -115,7 +110,6 @@ class Settings:
         return self.processor == "greedy"
 
     def replace(self, **changes: Any) -> Settings:
-        """The same settings with some changed; checked."""
         return dataclasses.replace(self, **changes)
 
     def at_temperature(self, value: float) -> dict[str, Any]:
@@ -133,7 +127,6 @@ class Settings:
         return self.replace(given=tuple((name, value) for name, value in merged.items() if value != FIELDS[name]))
 
     def field(self, name: str) -> Any:
-        """The value of a field, named as in `FIELDS`."""
         return dict(self.given).get(name, FIELDS[name])
 
     def assistant(self, name: str) -> Any:

@@ -41,8 +41,7 @@ class CommandCompleter(Completer):
 
 
 def terminal_lines(chat: Chat, **options: Any) -> Iterator[str]:
-    """Lines that the user types, until Ctrl-D. Ctrl-C drops a line, Alt-Enter (Esc, Enter) starts another one;
-    `options` go to PromptSession."""
+    """Lines that the user types, until Ctrl-D. Ctrl-C drops a line, Alt-Enter (Esc, Enter) starts another one."""
     bindings = KeyBindings()
 
     @bindings.add("escape", "enter")

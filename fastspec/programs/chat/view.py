@@ -35,8 +35,8 @@ PAUSE = 0.1
 @dataclass(frozen=True)
 class RoundTree:
     """Draft tree of one round on the host: tokens and parents of the nodes, the accepted path as node ids, the token
-    that the target added. `notes[i]` has the probabilities of node i's token given its parent, p by the target and q by
-    the drafter where drafts were drawn; `notes[-1]` those of `last`."""
+    that the target added. `notes[i]` has the probabilities of node i's token, p by the target and q by the drafter
+    where drafts were drawn; `notes[-1]` those of `last`."""
 
     tokens: list[int]
     parents: list[int]
@@ -46,13 +46,12 @@ class RoundTree:
 
     @property
     def mark(self) -> str:
-        """Mark of the target's own token."""
         return own_mark(self.tokens, self.parents, self.path, self.last)
 
 
 class AnswerStreamer(MarkedStreamer):
     """Streamer that prints tokens in the style of their marks, counts rounds (`stats`), and keeps their trees where
-    asked to. `ids` and `marks` are what was printed; `spent` is the time that this took, in seconds."""
+    asked to. `ids` and `marks` are what was printed, in `spent` seconds."""
 
     def __init__(self, tokenizer: Any, console: Console, *, trees: bool = False) -> None:
         super().__init__(tokenizer, console)
@@ -121,7 +120,6 @@ def _without_copies(found: RoundTree) -> RoundTree:
 
 
 def legend() -> Text:
-    """One line that says what the colours mean."""
     said = {
         ACCEPTED: " drafts",
         RECOVERED: ": the target's own token in a rejected draft's place",
@@ -151,7 +149,6 @@ def turn_table(turn: ChatTurn) -> Table:
 
 
 def _agreement(turn: ChatTurn, answer: Answer) -> str:
-    """A cell of the column `identical`."""
     same = turn.identical(answer)
     if same is not None:
         return "yes" if same else "no"

@@ -34,16 +34,9 @@ def demo(
 
     name = options.model_name(model, model_option, SMOLLM2)
     console = Console(highlight=False)
+    asked: dict[str, Any] = {"prompts": prompt, "model": name, "head": head, "max_new_tokens": max_new_tokens}
     with options.stdout_kept(as_json):
-        result = run_demo(
-            prompts=prompt,
-            model=name,
-            head=head,
-            max_new_tokens=max_new_tokens,
-            device=device,
-            backend=backend,
-            console=None if as_json else console,
-        )
+        result = run_demo(**asked, device=device, backend=backend, console=None if as_json else console)
     if as_json:
         print(json.dumps(result.as_json()))
     else:
@@ -66,9 +59,7 @@ def chat(
     device: options.Device = None,
     backend: options.Backend = "auto",
     load: Annotated[str | None, Option(help="Go on with a chat that /save wrote, by its settings.")] = None,
-    own: Annotated[
-        str | None, Option(help="Python file with ASSISTANTS, PROCESSORS, STORAGES of yours by name; it is run.")
-    ] = None,
+    own: Annotated[str | None, Option(help="Python file of your ASSISTANTS, PROCESSORS, STORAGES; it is run.")] = None,
     debug: Annotated[bool, Option("--debug", help="Draw the draft tree of every round.")] = False,
     as_json: Annotated[bool, Option("--json", help="With --prompt: print one JSON object alone.")] = False,
 ) -> None:
@@ -90,27 +81,19 @@ def chat(
                 raise Unsupported(f"--resource takes ASSISTANT=SOURCE, such as eagle2=path/to/head, not {entry!r}")
             resources[of] = source
         drafts = next((each for each in ("eagle3", "eagle2") if each in resources), "nasd")  # without a head
-        settings = Settings(
-            model=name,
-            resources=tuple(resources.items()),
-            assistants=tuple(dict.fromkeys((assistant or drafts).split(","))),
-            max_new_tokens=max_new_tokens,
-            seed=seed,
-            debug=debug,
-            device=device,
-            backend=backend,
-        )
+        names = tuple(dict.fromkeys((assistant or drafts).split(",")))
+        how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "seed": seed, "debug": debug}
+        settings = Settings(name, tuple(resources.items()), names, device, backend, **how)
         changes = {} if gamma is None else dict.fromkeys(COMMAND_FIELDS["gamma"], gamma)
         settings = settings.with_fields(changes).replace(**settings.at_temperature(temperature))
     else:
-        names = [each.name for each in context.command.params if each.name and each.name not in WITH_LOAD]
-        sources = {
-            f"--{name.removesuffix('_option').replace('_', '-')}": context.get_parameter_source(name) for name in names
-        }
+        others = [each.name for each in context.command.params if each.name and each.name not in WITH_LOAD]
         # typer brings a click of its own: sources are told apart by name
-        given = [option for option, source in sources.items() if source is not None and source.name != "DEFAULT"]
+        sources = ((each, context.get_parameter_source(each)) for each in others)
+        given = [each for each, source in sources if source is not None and source.name != "DEFAULT"]
         if given:
-            told = f"the file has what {', '.join(given)} would set: leave it out, or change it in the chat"
+            told = ", ".join(f"--{each.removesuffix('_option').replace('_', '-')}" for each in given)
+            told = f"the file has what {told} would set: leave it out, or change it in the chat"
             raise typer.BadParameter(told, param_hint="--load")
         saved = read_saved(load)
         # the file may come from another machine
@@ -135,16 +118,10 @@ def bench(
     dtype: options.Dtype = None,
     device: options.Device = None,
     backend: options.Backend = "auto",
-    batch: Annotated[
-        list[int] | None,
-        Option(min=1, help="Prompts answered together, 1 by default; repeatable."),
-    ] = None,
+    batch: Annotated[list[int] | None, Option(min=1, help="Prompts answered together, else 1; repeatable.")] = None,
     runs: Annotated[int, Option(min=1, help="Timed answers to every prompt; the median makes the row.")] = 1,
     warmup: Annotated[int | None, Option(min=0, help="Untimed answers before; by default 2 on CUDA.")] = None,
-    peer: Annotated[
-        list[str] | None,
-        Option(help="Another engine beside, in its own process: vllm."),
-    ] = None,
+    peer: Annotated[list[str] | None, Option(help="Another engine beside, in its own process: vllm.")] = None,
     peer_python: Annotated[str | None, Option(help="The Python that has the engine; by default this one.")] = None,
     out: Annotated[Path | None, Option(help="jsonl file to append the rows to; benchmarks/plot.py draws them.")] = None,
     as_json: options.AsJson = False,
@@ -160,32 +137,20 @@ def bench(
     from fastspec.programs.bench.peers import Peer
 
     if profile and as_json:
-        raise typer.BadParameter(
-            "its tables are printed, and --json prints one object alone: give one of the two", param_hint="--profile"
-        )
+        told = "its tables are printed, and --json prints one object alone: give one of the two"
+        raise typer.BadParameter(told, param_hint="--profile")
     console = Console(highlight=False, emoji=False, stderr=as_json)  # eagle3:a: is no face
     profiles: dict[str, Any] = {}
     failures: list[str] = []
     engines = [Peer(name, peer_python or sys.executable) for name in peer or ()]
     names = [name.strip() for name in methods.split(",")] if methods else None
+    asked: dict[str, Any] = {"prompts": prompts or (), "texts": prompt or (), "each": each, "batch": batch or 1}
+    asked |= {"model": name, "heads": head or None, "draft_model": draft_model, "early_exit": early_exit}
+    asked |= {"methods": names, "peers": engines, "max_new_tokens": max_new_tokens, "runs": runs, "warmup": warmup}
+    asked |= {"dtype": dtype, "device": device, "backend": backend}
     with options.stdout_kept(as_json), report.writer(out) as write:
         rows = run_bench(
-            prompts=prompts or (),
-            texts=prompt or (),
-            model=name,
-            heads=head or None,
-            draft_model=draft_model,
-            early_exit=early_exit,
-            methods=names,
-            each=each,
-            max_new_tokens=max_new_tokens,
-            dtype=dtype,
-            device=device,
-            backend=backend,
-            batch=batch or 1,
-            runs=runs,
-            warmup=warmup,
-            peers=engines,
+            **asked,
             on_failure=failures.append,
             on_row=write,
             on_profile=profiles.__setitem__ if profile else None,

@@ -1,5 +1,4 @@
-"""The command line of fastspec, gathered: a file beside this one holds each command or group, and loads its program on
-use."""
+"""The command line of fastspec: a file beside this one holds each command or group, and loads its program on use."""
 
 from __future__ import annotations
 
@@ -55,9 +54,7 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def main(
-    version: Annotated[
-        bool, Option("--version", is_eager=True, callback=_version, help="Print the versions and exit.")
-    ] = False,
+    version: Annotated[bool, Option("--version", is_eager=True, callback=_version, help="Print the versions.")] = False,
 ) -> None:
     """Make Hugging Face models generate several tokens per forward pass, without changing their output."""
     warn_of_stranger()

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Column
 from typer import Option
 
 from fastspec.cascade.config import Stage, refuse_unknown
@@ -20,7 +20,7 @@ from fastspec.errors import Unsupported
 from fastspec.files import read_yaml
 from fastspec.programs.cli.options import Backend, Device, Dtype, NamingCommand
 from fastspec.programs.heads import fitting_heads
-from fastspec.programs.terminal import counting
+from fastspec.programs.terminal import counting, table
 
 LEFT = "is not there any more; the tag `laboratory` has the code"
 GONE = {
@@ -39,9 +39,7 @@ class _Command(NamingCommand):
 
 app = typer.Typer(help="Train and judge the predictor of a cascade of models.", no_args_is_help=True)
 Stages = Annotated[list[str], Option(help="NAME=MODEL of a smaller stage, the cheapest first; MODEL as for --model.")]
-Model = Annotated[
-    str, Option(help="NAME=MODEL of the large model: a hub id, a directory, a .gguf file or a shipped name.")
-]
+Model = Annotated[str, Option(help="NAME=MODEL of the large model: hub id, directory, .gguf file or shipped name.")]
 WIDTH = 80
 PROMPTS = (
     "Items as JSON lines; several files are several sets. A line has an `id`, a `prompt` or `turns`, and the right "
@@ -50,9 +48,7 @@ PROMPTS = (
 TASK = "NAME[,NAME] of lm-eval's tasks, which ask the questions and judge the answers. Needs the extra `eval`."
 METRIC = "With --task: METRIC or METRIC,FILTER that says what is right; by default a task's first. Several for several."
 UNSAFE = "With --task: lm-eval's switch for tasks that run models' code, beside HF_ALLOW_CODE_EVAL=1."
-RIGHT = (
-    "A judge's word on the answers: JSON lines with `item`, `stage` and `right` (true, false or a number in [0, 1])."
-)
+RIGHT = "A judge's word on the answers: JSON lines with `item`, `stage`, `right` (true, false or a number in [0, 1])."
 CONFIG = "YAML file of these options; --stage, --model and --head as NAME: MODEL. The command line goes first."
 POINTS = 15
 """Prices of a frontier that are printed; the rows have all."""
@@ -61,8 +57,7 @@ RATED, LONG = 8, 64
 
 
 def _from_yaml(ctx: typer.Context, path: Path | None) -> Path | None:
-    """Take the options of a command from a YAML file, where the command line does not give them. Raises Unsupported for
-    keys that are no options."""
+    """Take the options of a command from a YAML file, where the command line does not give them."""
     if path is None:
         return None
     read = read_yaml(path)
@@ -174,10 +169,10 @@ def evaluate(
         raise Unsupported(f"{predictor} does not say what its stages cost: make it with `fastspec cascade train`")
     read = records.read(answers)
     ways = cascade_answers.ways_by_set(read)
-    table = records.table(read, held.stages, "held-out")
+    items = records.table(read, held.stages, "held-out")
     told_of = {**held.place, "judged": _told(ways)}
-    rows = cascade.frontier_rows(held, table, held.rates, risk=risk, more=told_of)
-    calibration = cascade.calibration_rows(cascade.held_out(held, table, risk), more=told_of)
+    rows = cascade.frontier_rows(held, items, held.rates, risk=risk, more=told_of)
+    calibration = cascade.calibration_rows(cascade.held_out(held, items, risk), more=told_of)
     _print_rates(console, held.stages, held.rates)
     _print_judged(console, ways)
     _print_frontier(console, rows)
@@ -188,7 +183,6 @@ def evaluate(
 def _tasks(
     names: list[str], large: str, include: Path | None, most: int | None, metrics: list[str], unsafe: bool
 ) -> Any:
-    """Tasks of lm-eval, asked in the large model's chat template."""
     from fastspec.patches.cascade.stages import load_tokenizer
 
     try:
@@ -226,10 +220,12 @@ def models_of(
     return cascade_models(config, model), tokenizer
 
 
-def stage_of(model: Any, tokenizer: Any, name: str, heads: dict[str, str], backend: BackendName) -> Stage:
+def stage_of(
+    model: Any, tokenizer: Any, name: str, heads: dict[str, str], backend: BackendName, processes: int | None = None
+) -> Stage:
     """The stage of a model, or of its name, which decodes with its head where it has one."""
     resources: dict[str, Any] = {"backend": backend} | ({"eagle3": heads[name]} if name in heads else {})
-    return Stage(model, tokenizer, name, "eagle3" if name in heads else "nasd", resources)
+    return Stage(model, tokenizer, name, "eagle3" if name in heads else "nasd", resources, tensor_parallel=processes)
 
 
 def check_names(stages: list[str], large: str, heads: list[str]) -> tuple[Named, tuple[str, str], dict[str, str]]:
@@ -257,7 +253,6 @@ def _named(option: str, text: str) -> tuple[str, str]:
 
 
 def _check_writable(*paths: Path | None) -> None:
-    """Raise Unsupported for a path that no file can be written to."""
     for path in filter(None, paths):
         folder = path.absolute().parent
         if not folder.is_dir():
@@ -277,10 +272,7 @@ def _print_table(console: Console, names: list[str], numbers: list[str], rows: I
     room = WIDTH - sum(max(len(title), 6) + 2 for title in numbers)  # with a blank on either side
     shown = [Column(title, no_wrap=True, overflow="ellipsis", max_width=room // len(names) - 2) for title in names]
     shown += [Column(title, no_wrap=True, justify="right", min_width=len(title)) for title in numbers]
-    table = Table(*shown, box=None)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    console.print(table(shown, rows, pad_edge=True))
 
 
 def _print_rates(console: Console, stages: tuple[str, ...], rates: Any) -> None:

@@ -17,7 +17,7 @@ from fastspec.programs.cli.options import HEADS
 from fastspec.programs.heads import named
 
 CascadeFile = Annotated[
-    Path | None, Option(help="YAML file of a cascade whose large model MODEL is. See docs/guide/cascade.md.")
+    Path | None, Option(help="YAML file of a cascade, MODEL its large model: docs/guide/cascade.md.")
 ]
 Stages = Annotated[
     list[str] | None, Option(help="NAME=MODEL of a cascade's smaller stage, the cheapest first; in place of a file.")
@@ -28,10 +28,10 @@ StageProcesses = Annotated[
     Option(help="NAME=N: over how many processes of torchrun a --stage is cut, 1 or all; 1 without it."),
 ]
 PredictorFile = Annotated[
-    Path | None, Option(help="With --stage: what `fastspec cascade train` wrote, for stages of these names.")
+    Path | None, Option(help="With --stage: what `fastspec cascade train` wrote for these stages.")
 ]
 Price = Annotated[
-    float | None, Option(min=0, help="What a bad answer costs, in milliseconds; the cascade's own without it.")
+    float | None, Option(min=0, help="Milliseconds that a bad answer costs; the cascade's own without it.")
 ]
 
 
@@ -41,10 +41,8 @@ def split_heads(heads: Sequence[str], stages: Sequence[str]) -> tuple[list[str],
     of_stages = [text for text in heads if named(text)[0] in names]
     own = [text for text in heads if text not in of_stages]
     for name in filter(None, (named(text)[0] for text in own)):
-        raise Unsupported(
-            f"--head names {name}, which is no --stage{f': {accepted(name, names)}' if names else ''}; --head HEAD, "
-            "without a name, is the model's own"
-        )
+        known = f": {accepted(name, names)}" if names else ""
+        raise Unsupported(f"--head names {name}, which is no --stage{known}; --head HEAD is the model's own")
     return own, of_stages
 
 
@@ -62,16 +60,12 @@ def cascade_of(
     options that do not go together, and a predictor that cannot be read or is for other stages."""
     own, heads = split_heads(given or (), stages or ())
     if path is not None and (stages or cut or predictor is not None):
-        raise Unsupported(
-            "--cascade FILE names the stages, their heads and their predictor: leave out --stage, "
-            "--stage-tensor-parallel and --predictor"
-        )
+        others = "--stage, --stage-tensor-parallel and --predictor"
+        raise Unsupported(f"--cascade FILE names the stages, their heads and their predictor: leave out {others}")
     if path is None and not stages:
         if predictor is not None or price is not None or cut:
-            raise Unsupported(
-                "--predictor, --price and --stage-tensor-parallel are of a cascade: give --cascade FILE or --stage "
-                "NAME=MODEL"
-            )
+            others = "--predictor, --price and --stage-tensor-parallel"
+            raise Unsupported(f"{others} are of a cascade: give --cascade FILE or --stage NAME=MODEL")
         return own, None
     from fastspec.cascade.predictor import Predictor
 
@@ -83,10 +77,7 @@ def cascade_of(
         label = Predictor.load(predictor).stages[-1]  # the large model's name is the predictor's
         models, _, drafts = check_names(stages or [], f"{label}={model}", heads)
         processes = dict(_processes(text, [name for name, _ in models]) for text in cut or ())
-        below = [
-            replace(stage_of(source, None, name, drafts, backend), tensor_parallel=processes.get(name))
-            for name, source in models
-        ]
+        below = [stage_of(source, None, name, drafts, backend, processes.get(name)) for name, source in models]
         config = Cascade(stages=below, label=label, predictor=str(predictor))
     if config.mode != "adaptive":
         if price is not None:
@@ -95,9 +86,7 @@ def cascade_of(
     if isinstance(config.predictor, (str, Path)) and config.label is not None:
         Predictor.load(config.predictor).check((*(stage.label for stage in config.stages), config.label))
     if price is not None and config.thresholds is not None:
-        raise Unsupported(
-            "--price: this cascade decides by its thresholds, which no price changes: leave out one of them"
-        )
+        raise Unsupported("--price: this cascade decides by its thresholds, not by a price: leave out one of them")
     return own, config if price is None else replace(config, price=price)
 
 
@@ -105,8 +94,6 @@ def _processes(text: str, names: Sequence[str]) -> tuple[str, int]:
     """(name, number of processes) of --stage-tensor-parallel NAME=N."""
     name, _, count = text.partition("=")
     if name not in names or not count.isdecimal():
-        raise Unsupported(
-            f"--stage-tensor-parallel {text!r} must be NAME=N, the name of a --stage ({', '.join(names)}) and a number "
-            "of processes"
-        )
+        known = f"the name of a --stage ({', '.join(names)}) and a number of processes"
+        raise Unsupported(f"--stage-tensor-parallel {text!r} must be NAME=N, {known}")
     return name, int(count)

@@ -20,9 +20,7 @@ from fastspec.programs.heads import fitting_heads
 from fastspec.programs.terminal import counting
 
 Draft = Annotated[str | None, Option(help="Smaller model, named as the target.")]
-Rows = Annotated[
-    list[int] | None, Option(min=1, help="Prompts that are answered together; may be given several times.")
-]
+Rows = Annotated[list[int] | None, Option(min=1, help="Prompts that are answered together; repeatable.")]
 Length = Annotated[int, Option(min=1, help="Tokens of the longest prompt.")]
 
 
@@ -44,11 +42,8 @@ def warmup(
     import fastspec
 
     name = options.model_name(model, model_option)
-    heads = fitting_heads(head, name)
-    as_read: dict[str, Any] = {"stored": stored, "head_bits": head_bits}
-    target, _ = options.patched_model(
-        name, device, backend, dtype=dtype, heads=heads, draft_model=draft_model, **as_read
-    )
+    how: dict[str, Any] = {"dtype": dtype, "draft_model": draft_model, "stored": stored, "head_bits": head_bits}
+    target, _ = options.patched_model(name, device, backend, heads=fitting_heads(head, name), **how)
     with counting("calls") as told:
         seconds = fastspec.warmup(target, rows=rows or (1,), length=length, told=told)
     report = fastspec.report(target)

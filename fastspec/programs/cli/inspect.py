@@ -24,7 +24,7 @@ def inspect(
         Argument(metavar="HEAD", help="Directory, hub id or shipped name of a head, or a model with an MTP layer."),
     ],
     model: Annotated[
-        str | None, Argument(metavar="MODEL", help="Model to check the head against, by its config alone.")
+        str | None, Argument(metavar="MODEL", help="Model whose config the head is checked against.")
     ] = None,
     model_option: ModelOption = None,
     probe: Annotated[bool, Option(help="Run the target, and measure which reading of flags drafts best.")] = False,
@@ -96,10 +96,9 @@ def verdict(source: str, rows: Sequence[Any]) -> str:
             "little, or on text of another kind; try a prompt of the kind that it was trained on"
         )
     if not better:
-        return (
-            f"read it as declared ({declared.agreement:.0%} of {declared.tokens} drafts are the target's, "
-            f"{declared.second:.0%} of those after them): no reading is clearly better"
-        )
+        second = f"{declared.second:.0%} of those after them"
+        right = f"{declared.agreement:.0%} of {declared.tokens} drafts are the target's, {second}"
+        return f"read it as declared ({right}): no reading is clearly better"
     kept = declared.overrides()
     options = ", ".join(f"{name}={value!r}" for name, value in best.overrides().items() if value != kept[name])
     return (

@@ -25,33 +25,15 @@ HEADS = "Hub id, directory or shipped name of an EAGLE head; repeatable, one of 
 Heads = Annotated[list[str] | None, Option("--head", help=HEADS)]
 MaxNewTokens = Annotated[int, Option(min=1, help="Longest answer, in tokens.")]
 Dtype = Annotated[
-    Literal["float32", "bfloat16", "float16"] | None,
-    Option(help="float32 on the CPU and bfloat16 on CUDA by default."),
+    Literal["float32", "bfloat16", "float16"] | None, Option(help="Else float32 (CPU) or bfloat16 (CUDA).")
 ]
 Device = Annotated[str | None, Option(help="cpu, cuda or cuda:N; by default CUDA where there is a device.")]
-Backend = Annotated[
-    BackendName,
-    Option(
-        help="Kernels: auto (the device's), torch, cpp (the CPU, with a compiler), or triton (CUDA). See "
-        "docs/guide/devices.md."
-    ),
-]
-Stored = Annotated[
-    bool | None,
-    Option(
-        "--stored/--own-forward",
-        help="Multiply quantised weights as they are stored, or by their own forward; by default as is measured to be "
-        "faster. See docs/guide/quantised.md.",
-    ),
-]
-Bits = Annotated[
-    HeadBits | None,
-    Option(
-        "--head-bits",
-        help="Bits that a head is read in, 16 or 8; by default as is measured to be faster. See "
-        "docs/guide/assistants.md.",
-    ),
-]
+KERNELS = "Kernels: auto (the device's), torch, cpp (CPU, with a compiler), triton (CUDA). See docs/guide/devices.md."
+Backend = Annotated[BackendName, Option(help=KERNELS)]
+STORED = "Multiply quantised weights as stored, or by their own forward; else as measured. See docs/guide/quantised.md."
+Stored = Annotated[bool | None, Option("--stored/--own-forward", help=STORED)]
+BITS = "Bits that a head is read in, 16 or 8; by default as is measured to be faster. See docs/guide/assistants.md."
+Bits = Annotated[HeadBits | None, Option("--head-bits", help=BITS)]
 AsJson = Annotated[bool, Option("--json", help="Print one JSON object, and nothing else, on stdout.")]
 SPELLINGS = {
     "--eagle3": "--head",
@@ -68,8 +50,7 @@ UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 class NamingCommand(typer.core.TyperCommand):
-    """Command that takes older spellings of its options, says which one a mistyped option is like, and where an option
-    that it had went (`gone`)."""
+    """Command that takes older spellings of its options, and says what a mistyped one is like and where one went."""
 
     gone: ClassVar[Mapping[str, str]] = {}
 
@@ -89,8 +70,7 @@ class NamingCommand(typer.core.TyperCommand):
 
 
 def model_name(argument: str | None, option: str | None, default: str | None = None) -> str:
-    """The model that a command names, by its argument or by --model. Raises Unsupported where there is none of that
-    name."""
+    """The model that a command names, by its argument or by --model. Raises Unsupported where there is none."""
     if argument is not None and option is not None:
         raise typer.BadParameter(f"MODEL {argument} names the model already: give one of them", param_hint="--model")
     found = default if argument is None and option is None else argument if option is None else option
@@ -120,8 +100,7 @@ def patched_model(
     head_bits: HeadBits | None = None,
     processes: int = 1,
 ) -> tuple[Any, Any]:
-    """(model, tokenizer): a model loaded and patched as a command's options say, `heads` by assistant; cut over so many
-    processes."""
+    """(model, tokenizer), loaded and patched as a command's options say, `heads` by assistant."""
     import torch
 
     import fastspec

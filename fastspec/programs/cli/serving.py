@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 from rich.console import Console
+from typer import Option
 
 from fastspec.cascade.config import Cascade
 from fastspec.config import AssistantName, BackendName
@@ -29,7 +30,8 @@ HEADS = ("eagle3", "eagle2", "eagle")
 ASSISTANTS = (*HEADS, "mtp", "nasd", "autoregressive")
 """Names of assistants that an open batch decodes with, and a command can take."""
 ASSISTANT = f"{', '.join(ASSISTANTS[:-1])} or {ASSISTANTS[-1]}; that of a head where there is one, else nasd."
-AssistantOption = Annotated[str | None, typer.Option("--assistant", help=ASSISTANT)]
+AssistantOption = Annotated[str | None, Option("--assistant", help=ASSISTANT)]
+MaxLength = Annotated[int | None, Option(min=2, help="Longest prompt and answer together, in tokens.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +43,7 @@ class Chosen:
 
 
 def chosen_of(name: str, given: Mapping[str, str], assistant: str | None) -> Chosen:
-    """The assistant that a command names for a model, else that of a head that it was given (by assistant) or that
-    ships for the model, else "nasd"."""
+    """The assistant that a command names, else that of a given head or of one that ships for the model, else "nasd"."""
     if assistant not in (None, *ASSISTANTS):
         raise Unsupported(f"--assistant {assistant}: {accepted(str(assistant), ASSISTANTS)}")
     heads = dict(SHIPPED.get(name, ())) | dict(given)
@@ -50,9 +51,8 @@ def chosen_of(name: str, given: Mapping[str, str], assistant: str | None) -> Cho
     chosen = cast(AssistantName, assistant or next(iter(first), "nasd"))
     if chosen in HEADS and chosen not in heads:
         others = f"; --head {next(iter(given.values()))} is for {' and '.join(given)}" if given else ""
-        raise Unsupported(
-            f"no head is known for {name!r}: name one with --head (a directory or a hub id) for {chosen}{others}"
-        )
+        known = f"no head is known for {name!r}: name one with --head (a directory or a hub id)"
+        raise Unsupported(f"{known} for {chosen}{others}")
     return Chosen(chosen, heads.get(chosen))
 
 
@@ -72,8 +72,7 @@ def chosen_beside(
 def model_of(
     name: str, chosen: Chosen, device: str | None = None, backend: BackendName = "auto", **loading: Any
 ) -> tuple[Any, Any]:
-    """(model, tokenizer) of a command, patched with its head; `loading` are those of `patched_model`. Without a device
-    it is that of the process."""
+    """(model, tokenizer) of a command, patched with its head, by default on the process' own device."""
     from fastspec.programs.bulk import own_device
 
     heads: dict[str, str] = {} if chosen.head is None else {chosen.assistant: chosen.head}
@@ -89,8 +88,8 @@ def refuse_cut(device: str | None, cascade: Cascade | None, processes: int) -> N
 
 
 def generate(
-    prompts: Annotated[Path, typer.Option(help="jsonl file with `prompt`, `messages` or `turns` in each row.")],
-    out: Annotated[Path, typer.Option(help="jsonl file of the answers; what it answers already is not asked again.")],
+    prompts: Annotated[Path, Option(help="jsonl file with `prompt`, `messages` or `turns` in each row.")],
+    out: Annotated[Path, Option(help="jsonl file of the answers; what it answers already is not asked again.")],
     model: options.Model = None,
     model_option: options.ModelOption = None,
     head: cascade_options.StageHeads = None,
@@ -100,20 +99,15 @@ def generate(
     stage_tensor_parallel: cascade_options.StageProcesses = None,
     predictor: cascade_options.PredictorFile = None,
     price: cascade_options.Price = None,
-    rows: Annotated[int, typer.Option(min=1, help="Prompts that are decoded at a time.")] = 8,
+    rows: Annotated[int, Option(min=1, help="Prompts that are decoded at a time.")] = 8,
     max_new_tokens: options.MaxNewTokens = 256,
-    max_length: Annotated[
-        int | None, typer.Option(min=2, help="Longest prompt and answer together, in tokens.")
-    ] = None,
-    temperature: Annotated[float, typer.Option(min=0, help="Temperature of sampling; 0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0, max=1, help="Share of the probability that is sampled from.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of sampling; line n has this plus n.")] = 0,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Go on from the prompts as they stand, without the chat format.")
-    ] = False,
+    max_length: MaxLength = None,
+    temperature: Annotated[float, Option(min=0, help="Temperature of sampling; 0 is greedy.")] = 0.0,
+    top_p: Annotated[float, Option(min=0, max=1, help="Share of the probability that is sampled from.")] = 1.0,
+    seed: Annotated[int, Option(min=0, help="Seed of sampling; line n has this plus n.")] = 0,
+    raw: Annotated[bool, Option("--raw", help="Go on from the prompts as they stand, without chat format.")] = False,
     tensor_parallel: Annotated[
-        bool,
-        typer.Option("--tensor-parallel", help="Cut the model over torchrun's processes, which else share the lines."),
+        bool, Option("--tensor-parallel", help="Cut the model over torchrun's processes, which else share the lines.")
     ] = False,
     device: options.Device = None,
     backend: options.Backend = "auto",
@@ -128,9 +122,8 @@ def generate(
     console, share = Console(stderr=True, highlight=False), share_of_process()
     rank, processes = share if tensor_parallel else (0, 1)
     share = (0, 1) if tensor_parallel else share
-    own, config = cascade_options.cascade_of(
-        source, cascade, stage, head, predictor, price, backend, stage_tensor_parallel
-    )
+    given = source, cascade, stage, head, predictor, price, backend, stage_tensor_parallel
+    own, config = cascade_options.cascade_of(*given)
     settings = settings_of(source, max_new_tokens, temperature, top_p, seed, not raw, config)
     if tensor_parallel and processes == 1:
         raise Unsupported("--tensor-parallel is for several processes: start the command under torchrun")
@@ -145,28 +138,11 @@ def generate(
         follow_file(target, decodes, rows, max_length)
         return
     silent = share[0] > 0 or not console.is_terminal
+    how: dict[str, Any] = {"assistant": decodes, "rows": rows, "max_length": max_length, "share": share}
     with counting("answers", Console(stderr=True, quiet=True) if silent else console) as tell:
-        done = answer_file(
-            target,
-            tokenizer,
-            prompts,
-            out,
-            assistant=decodes,
-            rows=rows,
-            max_new_tokens=max_new_tokens,
-            max_length=max_length,
-            temperature=temperature,
-            top_p=top_p,
-            seed=seed,
-            chat=not raw,
-            share=share,
-            name=source,
-            cascade=config,
-            tell=tell,
-        )
-    console.print(
-        f"{done.written} answers written to {out}, {done.before} were there, {done.failed} prompts failed", markup=False
-    )
+        done = answer_file(target, tokenizer, prompts, out, settings, **how, tell=tell)
+    counts = f"{done.written} answers written to {out}, {done.before} were there, {done.failed} prompts failed"
+    console.print(counts, markup=False)
     if done.failed:
         raise typer.Exit(1)
 
@@ -183,8 +159,7 @@ def opened(
     cascade: Cascade | None = None,
     **loading: Any,
 ) -> tuple[PromptBatch, Any]:
-    """(an open batch, its tokenizer) of `fastspec serve`, in a process that its rounds run in; warmed up with `warmup`.
-    `loading` are those of `model_of`."""
+    """(an open batch, its tokenizer) of `fastspec serve`, in the process of its rounds; `loading` are `model_of`'s."""
     from fastspec.patches.continuous import continuous
 
     target, tokenizer = model_of(model, chosen, cascade=cascade, **loading)
@@ -216,45 +191,31 @@ def serve(
     stage_tensor_parallel: cascade_options.StageProcesses = None,
     predictor: cascade_options.PredictorFile = None,
     price: cascade_options.Price = None,
-    name: Annotated[str | None, typer.Option(help="What requests call the model; MODEL by default.")] = None,
-    rows: Annotated[int, typer.Option(min=1, help="Requests that are decoded at a time.")] = 8,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="FASTSPEC_API_KEY", help="Key that requests must bring.")
-    ] = None,
-    cors: Annotated[
-        list[str] | None, typer.Option(help='Origin of pages that browsers let ask, "*" for any; may be repeated.')
-    ] = None,
-    page: Annotated[bool, typer.Option(help="Serve a page to chat with the model in a browser, at /.")] = True,
-    max_length: Annotated[
-        int | None, typer.Option(min=2, help="Longest prompt and answer together, in tokens.")
-    ] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Longest answer that a request may ask for, in tokens.")
-    ] = 4096,
-    queue: Annotated[int, typer.Option(min=0, help="Requests that may wait for a row; more are answered 429.")] = 64,
-    max_body: Annotated[int, typer.Option(min=1, help="Longest body of a request, in bytes.")] = 1 << 20,
+    name: Annotated[str | None, Option(help="What requests call the model; MODEL by default.")] = None,
+    rows: Annotated[int, Option(min=1, help="Requests that are decoded at a time.")] = 8,
+    host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="Port to listen on.")] = 8000,
+    api_key: Annotated[str | None, Option(envvar="FASTSPEC_API_KEY", help="Key that requests must bring.")] = None,
+    cors: Annotated[list[str] | None, Option(help='Origin of pages that may ask, "*" for any; repeatable.')] = None,
+    page: Annotated[bool, Option(help="Serve a page to chat with the model in a browser, at /.")] = True,
+    max_length: MaxLength = None,
+    max_new_tokens: Annotated[int, Option(min=1, help="Longest answer that a request may ask for, in tokens.")] = 4096,
+    queue: Annotated[int, Option(min=0, help="Requests that may wait for a row; more are answered 429.")] = 64,
+    max_body: Annotated[int, Option(min=1, help="Longest body of a request, in bytes.")] = 1 << 20,
     prefill_chunk: Annotated[
-        int | None,
-        typer.Option(min=1, help="Prompt tokens read between two rounds; 1,024 on CUDA and 256 elsewhere without it."),
+        int | None, Option(min=1, help="Prompt tokens read between two rounds; by default 1,024 on CUDA, else 256.")
     ] = None,
-    prefix_caching: Annotated[
-        bool, typer.Option(help="Read prompts from where a text that a row holds is like them.")
-    ] = True,
+    prefix_caching: Annotated[bool, Option(help="Read prompts from where a text that a row holds differs.")] = True,
     device: options.Device = None,
     backend: options.Backend = "auto",
     stored: options.Stored = None,
     head_bits: options.Bits = None,
-    warmup: Annotated[bool, typer.Option("--warmup", help="Compile and capture before the port opens.")] = False,
+    warmup: Annotated[bool, Option("--warmup", help="Compile and capture before the port opens.")] = False,
     warmup_length: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Longest text that --warmup is for, in tokens; without it up to 8,064, as memory allows."
-        ),
+        int | None, Option(min=1, help="Longest text of --warmup, in tokens; by default up to 8,064, as memory allows.")
     ] = None,
-    grace: Annotated[int, typer.Option(min=0, help="Seconds that running requests have to end at a shutdown.")] = 10,
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option(help="What is logged.")] = "info",
+    grace: Annotated[int, Option(min=0, help="Seconds that running requests have to end at a shutdown.")] = 10,
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Option(help="What is logged.")] = "info",
 ) -> None:
     """Serve a model by OpenAI's routes and Anthropic's: chat, completions, responses, messages, models, tokens, health
     and metrics; under torchrun one that is cut over its processes. See docs/guide/serving.md."""
@@ -268,44 +229,21 @@ def serve(
         from fastspec.programs.serving.rounds_process import left_alone_by_the_collector
     except ImportError as error:
         raise Unsupported(f"{error.name} is missing: {install_command('serve')}") from error
-    own, config = cascade_options.cascade_of(
-        source, cascade, stage, head, predictor, price, backend, stage_tensor_parallel
-    )
+    given = source, cascade, stage, head, predictor, price, backend, stage_tensor_parallel
+    own, config = cascade_options.cascade_of(*given)
     rank, processes = share_of_process()
     refuse_cut(device, config, processes)
     chosen, config = chosen_beside(config, source, fitting_heads(own, source), assistant)
-    build = partial(
-        opened,
-        source,
-        chosen,
-        rows,
-        max_length,
-        prefill_chunk,
-        warmup,
-        warmup_length,
-        prefix_caching,
-        config,
-        device=device,
-        backend=backend,
-        stored=stored,
-        head_bits=head_bits,
-        processes=processes,
-    )
+    batch_of = rows, max_length, prefill_chunk, warmup, warmup_length, prefix_caching, config
+    loading: dict[str, Any] = {"device": device, "backend": backend, "stored": stored, "head_bits": head_bits}
+    build = partial(opened, source, chosen, *batch_of, **loading, processes=processes)
     if rank > 0:
         follow(build()[0])
         return
     listener = bound(host, port)  # before a model is loaded in vain
     with listener, Remote(build) as batch:
         limits = Limits(max_new_tokens, queue, max_body)
-        app = build_app(
-            batch,
-            batch.tokenizer,
-            name or source,
-            limits=limits,
-            api_key=api_key,
-            origins=cors or (),
-            head=chosen.head,
-            page=page,
-        )
+        shown: dict[str, Any] = {"origins": cors or (), "head": chosen.head, "page": page}
+        app = build_app(batch, batch.tokenizer, name or source, limits=limits, api_key=api_key, **shown)
         with left_alone_by_the_collector():
             run_server(app, listener, log_level=log_level, grace=grace)

@@ -79,6 +79,5 @@ def train(
         raise typer.BadParameter(str(error)) from error
     with training_bars() as bars:
         folder = training.train(config, device=device, **bars)
-    typer.echo(
-        f"head written to {folder}" if folder else f"stopped, not done: run the same command again to go on in {out}"
-    )
+    stopped = f"stopped, not done: run the same command again to go on in {out}"
+    typer.echo(f"head written to {folder}" if folder else stopped)

@@ -1,5 +1,4 @@
-"""Events of an answer, in the order in which its text has them: the one list that whole and streamed answers of all
-routes are written from."""
+"""Events of an answer in its text's order, which whole and streamed answers of all routes are written from."""
 
 from __future__ import annotations
 
@@ -57,38 +56,41 @@ class NamedToken:
     offset: int
 
 
+class Beside:
+    """What stands beside the text of an answer."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class Logprobs:
+class Logprobs(Beside):
     """Tokens of the text that follows."""
 
     tokens: tuple[NamedToken, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class NamedRound:
+class NamedRound(Beside):
     """Round of an answer as a JSON object: its `tokens`, the `texts` and `marks` (`fastspec.programs.texts`) of these,
     how many drafts it had (`drafted`) and, where it had some, their `tree`: `tokens` of its nodes, node 0 the last one
-    before the round, their `texts` and `parents`, and the accepted `path` as node numbers. The texts of all rounds are
-    together the text of the answer's tokens, but for a character that its last token begins. The answer of a cascade's
+    before the round, their `texts` and `parents`, and the accepted `path` as node numbers. The answer of a cascade's
     stage with other tokens or another prompt is one round, which tells of no drafts."""
 
     told: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class NamedStage:
-    """Part of a cascade's stage in an answer as a JSON object: its `name`, its `outcome` ("answered", "sent_on" or
-    "left_out"), the probability `acceptable` that its answer is acceptable and its `cost` in milliseconds, each null
-    where nothing tells it."""
+class NamedStage(Beside):
+    """Part of a cascade's stage in an answer as a JSON object: `name`, `outcome` ("answered", "sent_on" or "left_out"),
+    `acceptable` (the probability that its answer is) and `cost` in milliseconds, each null where nothing tells it."""
 
     told: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """End of the answer, with its tokens, and of the draft tokens those that are among them. `stop` is the stop string
-    that ended it, `cached` the prompt's tokens that were not read; its first token came `first` seconds after the
-    request, and its end after `seconds`."""
+    """End of the answer, with its tokens, and of its drafts those among them. `stop` is the stop string that ended it,
+    `cached` the prompt's tokens that were not read; it began `first`, and ended `seconds`, after the request."""
 
     reason: Literal["stop", "length", "tool_calls"]
     tokens: int
@@ -100,7 +102,7 @@ class End:
     seconds: float = 0.0
 
 
-Event = Content | Reasoning | ToolCall | Logprobs | NamedRound | NamedStage | End
+Event = Content | Reasoning | ToolCall | Beside | End
 
 
 def merged(events: Iterable[Event]) -> Iterator[Event]:
@@ -113,8 +115,7 @@ def merged(events: Iterable[Event]) -> Iterator[Event]:
 
 
 class Detokenizer:
-    """Text of tokens that come in pieces. The pieces of text are together what all tokens decode to; a character whose
-    bytes are not all there comes with its last one, or at the end as U+FFFD."""
+    """Text of tokens that come in pieces; a character comes with the last of its bytes, or at the end as U+FFFD."""
 
     def __init__(self, tokenizer: Any, *, skip_special_tokens: bool) -> None:
         self.whole, self.tokenizer, self.skip = tokenizer, tokenizer.backend_tokenizer, skip_special_tokens
@@ -124,8 +125,7 @@ class Detokenizer:
         """Tokens, and characters of what `tokens` decode to, that have been given; characters in all."""
 
     def _decode(self, tokens: list[int]) -> str:
-        found: str = self.tokenizer.decode(tokens, skip_special_tokens=self.skip)
-        return found
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=self.skip))
 
     def add(self, tokens: list[int]) -> str:
         """The text that is certain with these tokens."""
@@ -144,8 +144,7 @@ class Detokenizer:
 
 
 def _as_text(name: str, spec: dict[str, Any]) -> dict[str, Any]:
-    """Field of a response template whose value is its text, whatever that holds; of a call of tools with what opens and
-    closes it."""
+    """Field of a response template whose value is its text; of a call of tools with what opens and closes it."""
     named = ("open", "open_pattern", "close", "close_pattern")
     delimiters: dict[str, Any] = {key: spec[key] for key in named if key in spec}
     plain = {"content": "text", "content_args": {"strip": False}, "repeats": True, "transform": "{content}"}
@@ -164,9 +163,9 @@ def _as_text(name: str, spec: dict[str, Any]) -> dict[str, Any]:
 class ResponseParser:
     """Parser of an answer's text by a response template, whatever pieces it comes in.
 
-    Calls of tools are parsed where `tools` are given, and `most` of them are told (None: all); a text that is none
-    although it opens as one is content, as it stands. Blanks around content and reasoning are left out. `prompt` is the
-    text before the answer, of which templates write a part (`<think>`).
+    Calls are parsed where `tools` are given, and `most` of them are told (None: all); a text that opens as one and is
+    none is content. Blanks around content and reasoning are left out. `prompt` is the text before the answer, of which
+    templates write a part (`<think>`).
     """
 
     def __init__(
@@ -186,7 +185,6 @@ class ResponseParser:
         """Blanks at the end of what was given, which are left out if nothing follows; None before anything was."""
 
     def add(self, text: str) -> list[Event]:
-        """The events that are certain with this text."""
         return [found for told in self.parser.feed(text) for found in self._events(told)]
 
     def finish(self) -> list[Event]:
@@ -231,8 +229,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _call(function: dict[str, Any]) -> ToolCall:
-    """Raises KeyError, TypeError or ValueError for what a conversation could not go on from: a call without a name, or
-    without arguments that are an object."""
+    """Raises KeyError, TypeError or ValueError for a call without a name, or without arguments that are an object."""
     name, arguments = function["name"], function["arguments"]
     text = arguments or "{}" if isinstance(arguments, str) else json.dumps(arguments)
     if not isinstance(name, str) or not isinstance(parse(text), dict):
@@ -242,8 +239,7 @@ def _call(function: dict[str, Any]) -> ToolCall:
 
 
 class CallsParser:
-    """Parser of an answer that a grammar holds to calls of tools: a list of them, or the arguments of the `tool`
-    alone."""
+    """Parser of an answer that a grammar holds to a list of calls, or to the arguments of the `tool` alone."""
 
     def __init__(self, tool: str | None) -> None:
         self.tool, self.text = tool, ""
@@ -273,7 +269,6 @@ class StructureParser:
         """None while the answer is a part of the opening."""
 
     def add(self, text: str) -> list[Event]:
-        """The events that are certain with this text."""
         if self.called is None:
             self.held += text
             if len(self.held) < len(self.opening) and self.opening.startswith(self.held):
@@ -284,9 +279,7 @@ class StructureParser:
         return [Content(text)] if text else []
 
     def finish(self) -> list[Event]:
-        if self.called:
-            return self.calls.finish()
-        return [Content(self.held)] if self.called is None and self.held else []
+        return self.calls.finish() if self.called else [Content(self.held)] if self.called is None and self.held else []
 
 
 class StopCut:
@@ -369,8 +362,7 @@ class RoundNames:
 
 class AnswerReader:
     """Reader of an answer's tokens, which come in pieces, into its events but the end. `ends` are special tokens that
-    end an answer, and are no text; the text ends where one of the strings `stop` begins. `names` are asked for where
-    tokens come with their log-probabilities."""
+    are no text; the text ends where one of the strings `stop` begins. `names` are for log-probabilities."""
 
     def __init__(
         self,
@@ -399,7 +391,6 @@ class AnswerReader:
         return [Logprobs((replace(found[0], logprob=None), *found[1:])), Content(text)]
 
     def add(self, tokens: list[int], scored: list[TokenLogprob] | None = None) -> list[Event]:
-        """The events that are certain with these tokens."""
         if scored is None or self.names is None:
             return self._events(self.cut.add(self._text(tokens)))
         events: list[Event] = []

@@ -28,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 
 from fastspec.errors import Unsupported
 from fastspec.patches.continuous import PromptBatch
+from fastspec.programs.serving import requests
 from fastspec.programs.serving.answers import Event
 from fastspec.programs.serving.batch import Here, Served
 from fastspec.programs.serving.fields import IS_TEXT, TOKENS, TRUTH, Check
@@ -35,25 +36,13 @@ from fastspec.programs.serving.forms import ChatForm, CompletionForm, Form, Json
 from fastspec.programs.serving.messages import COUNTED, MESSAGE, MessageForm
 from fastspec.programs.serving.middleware import PAGE, RequestMiddleware, error_on
 from fastspec.programs.serving.remote import Remote
-from fastspec.programs.serving.requests import (
-    CHAT,
-    COMPLETION,
-    RESPONSE,
-    AnswerRequest,
-    Limits,
-    Refused,
-    Route,
-    check,
-    check_tokens,
-    parse,
-    unknown_model,
-)
+from fastspec.programs.serving.requests import AnswerRequest, Limits, Refused, Route, check, unknown_model
 from fastspec.programs.serving.server import ServedAnswers, Server
 
 ANSWERED: dict[str, tuple[Route, type[Form]]] = {
-    "/v1/chat/completions": (CHAT, ChatForm),
-    "/v1/completions": (COMPLETION, CompletionForm),
-    "/v1/responses": (RESPONSE, ResponseForm),
+    "/v1/chat/completions": (requests.CHAT, ChatForm),
+    "/v1/completions": (requests.COMPLETION, CompletionForm),
+    "/v1/responses": (requests.RESPONSE, ResponseForm),
     "/v1/messages": (MESSAGE, MessageForm),
 }
 REQUEST_ID = "x-request-id"
@@ -83,16 +72,15 @@ def tokenize(server: Server, body: Any) -> JsonObject:
         ids = server.ids(body["prompt"], special=body.get("add_special_tokens", True))
     else:
         given = {name: body[name] for name in OF_TEMPLATES if name in body}
-        asked = server.read(given, CHAT)
+        asked = server.read(given, requests.CHAT)
         ids = server.templated(asked, body.get("add_generation_prompt", True)).ids
     names = server.tokenizer.convert_ids_to_tokens(ids) if body.get("return_token_strs") else None
     return {"count": len(ids), "max_model_len": server.batch.max_length, "tokens": ids, "token_strs": names}
 
 
 def detokenize(server: Server, body: Any) -> JsonObject:
-    """The text of tokens, special ones included."""
     ids = check(body, DETOKENIZE, server.name)["tokens"]
-    check_tokens("tokens", ids, server.batch.model.config.get_text_config().vocab_size)
+    requests.check_tokens("tokens", ids, server.batch.model.config.get_text_config().vocab_size)
     return {"prompt": server.tokenizer.decode(ids)}
 
 
@@ -132,9 +120,8 @@ def build_app(
     tokenizer that is not a fast one.
     """
     if not getattr(tokenizer, "is_fast", False):
-        raise Unsupported(
-            f"{type(tokenizer).__name__} is no fast tokenizer, which streaming needs: load it with use_fast=True"
-        )
+        kind = type(tokenizer).__name__
+        raise Unsupported(f"{kind} is no fast tokenizer, which streaming needs: load it with use_fast=True")
     served: Served = batch if isinstance(batch, Remote) else Here(batch, tokenizer)
     server = Server(served, tokenizer, name, limits or Limits(), {} if head is None else {"head": head})
 
@@ -203,7 +190,7 @@ def _answering(made_of: Callable[[str, bytes], Awaitable[Response]]) -> Any:
 
 def _parsed(body: bytes) -> Any:
     try:
-        return parse(body.decode("utf-8-sig"))
+        return requests.parse(body.decode("utf-8-sig"))
     except ValueError as error:
         raise Refused(f"the body is not a JSON object: {error}") from error
 
@@ -255,9 +242,10 @@ def _lines(messages: list[JsonObject]) -> str:
 
 
 def _told(error: Exception) -> tuple[str, int, str | None, dict[str, str] | None]:
-    """(message, status, code, headers) of an error."""
     if isinstance(error, Refused):
         return str(error), error.status, error.code, error.headers
+    if isinstance(error, Unsupported):
+        return str(error), 400, None, None
     return f"{type(error).__name__}: {error}", 500, None, None
 
 
@@ -270,20 +258,10 @@ def _failed(error: Exception, name: str, path: str) -> JSONResponse:
 
 
 def policy_of(text: str) -> str:
-    """The Content-Security-Policy of a page: its own script and style run and nothing else, it asks its own server
-    alone, and makes no element of a text."""
-    rules = {
-        "default-src": "'none'",
-        "script-src": _hashes(text, "script"),
-        "style-src": _hashes(text, "style"),
-        "img-src": "data:",
-        "connect-src": "'self'",
-        "base-uri": "'none'",
-        "form-action": "'none'",
-        "frame-ancestors": "'none'",
-        "require-trusted-types-for": "'script'",
-        "trusted-types": "'none'",
-    }
+    """Content-Security-Policy of a page: it runs its own script and style and asks its own server, and nothing else."""
+    rules = dict.fromkeys(("default-src", "base-uri", "form-action", "frame-ancestors", "trusted-types"), "'none'")
+    rules |= {"script-src": _hashes(text, "script"), "style-src": _hashes(text, "style"), "img-src": "data:"}
+    rules |= {"connect-src": "'self'", "require-trusted-types-for": "'script'"}
     return "; ".join(f"{name} {value}" for name, value in rules.items())
 
 
@@ -294,25 +272,25 @@ def _hashes(text: str, tag: str) -> str:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket for `run_server`, which does not listen yet. Raises Unsupported for an address that cannot be had:
-    taken, or no own one."""
+    """A socket for `run_server`, which does not listen yet. Raises Unsupported for an address that cannot be had."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
         made = socket.socket(family, kind, protocol)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(address)
     except OSError as error:
-        raise Unsupported(
-            f"{host}:{port} cannot be listened on ({error.strerror}): name another --port or --host"
-        ) from error
+        told = f"{host}:{port} cannot be listened on ({error.strerror})"
+        raise Unsupported(f"{told}: name another --port or --host") from error
     return made
 
 
 def run_server(app: RequestMiddleware, listener: socket.socket, *, log_level: str = "info", grace: int = 10) -> None:
     """Serve on a socket of `bound` until SIGINT or SIGTERM; requests that run then have `grace` seconds to end."""
-    _log_to_stderr(log_level)
+    handler = logging.StreamHandler()  # our own messages, whatever other libraries have made of the root's handlers
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.handlers, log.propagate = [handler], False
+    log.setLevel(log_level.upper())
     transformers_logging.get_logger("transformers").setLevel(logging.ERROR)  # it warns of every request
     host, port = listener.getsockname()[:2]
     app.loopback = ipaddress.ip_address(host).is_loopback
@@ -324,11 +302,3 @@ def run_server(app: RequestMiddleware, listener: socket.socket, *, log_level: st
     http: dict[str, Any] = {"http": "h11", "h11_max_incomplete_event_size": HEADER}
     config = uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=grace, **http)
     uvicorn.Server(config).run([listener])
-
-
-def _log_to_stderr(level: str) -> None:
-    """Write our own messages of this level and above, whatever other libraries have made of the root's handlers."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    log.handlers, log.propagate = [handler], False
-    log.setLevel(level.upper())

@@ -61,7 +61,6 @@ def read_tokens(batch: PromptBatch, tokenizer: Any) -> None:
 
 @lru_cache(32)
 def _grammar(tokenizer: Any, structure: str, ends: tuple[int, ...]) -> Any:
-    """The grammar of a structure, which many requests have."""
     return fastspec.Grammar(tokenizer, **json.loads(structure), end_tokens=ends)
 
 
@@ -70,8 +69,7 @@ GATHERED = 32
 
 
 class TokenStreamer(RoundStreamer):
-    """Streamer of an open batch that hands on rounds and nothing else: of a `whole` answer the first, then several
-    together, the last by `flush`."""
+    """Streamer of an open batch that hands on rounds: of a `whole` answer the first, then several together."""
 
     def __init__(self, told: PutRound, logprobs: int | None, trees: bool, whole: bool = False) -> None:
         self.told, self.logprobs, self.trees, self.whole = told, logprobs, trees, whole
@@ -103,16 +101,13 @@ class TokenStreamer(RoundStreamer):
 def _refuse_penalties(batch: ContinuousCascade, prompt: BatchPrompt) -> None:
     """Raise Unsupported for penalties of tokens that a stage of a cascade counts otherwise."""
     named = {"frequency_penalty": prompt.frequency, "presence_penalty": prompt.presence}
-    given = [name for name, value in named.items() if value]
+    given = ", ".join(name for name, value in named.items() if value)
     if given and batch.rewriting:
-        raise Unsupported(
-            f"{', '.join(given)} is not accepted: it counts the large model's tokens, and the stage "
-            f"{batch.rewriting[0]!r} has other tokens or another prompt"
-        )
+        why = f"it counts the large model's tokens, and the stage {batch.rewriting[0]!r} has others or another prompt"
+        raise Unsupported(f"{given} is not accepted: {why}")
 
 
 def submit(batch: PromptBatch, tokenizer: Any, prompt: BatchPrompt, put_round: PutRound) -> Future[Tensor]:
-    """Hand a prompt to an open batch of this process."""
     row, config = torch.tensor([prompt.ids], device="cpu"), prompt.config
     options: dict[str, Any] = {"seed": prompt.seed, "tokenizer": tokenizer, "attention_mask": torch.ones_like(row)}
     processors = LogitsProcessorList()
@@ -175,6 +170,7 @@ class TextScorer:
         return scored
 
     def _score(self, scored: Future[None], ids: list[int], count: int, put_round: PutRound) -> None:
+        failed: BaseException | None = None
         try:
             for part in text_logprobs(self.batch.model, ids, count):
                 if scored.cancelled():
@@ -182,9 +178,8 @@ class TextScorer:
                 put_round(StreamedRound([each.token for each in part], logprobs=part))
                 self.passes += 1
         except BaseException as error:  # nobody else would tell who waits
-            settle(scored, error)
-        else:
-            settle(scored, None)
+            failed = error
+        settle(scored, failed)
 
     def close(self) -> None:
         for scored in list(self.held):
@@ -194,8 +189,8 @@ class TextScorer:
 
 @dataclass(frozen=True, slots=True)
 class BatchState:
-    """State of a batch: rows that hold a prompt, whether it takes prompts, turns of the rounds and passes over scored
-    texts that have ended, counts since it was opened (a warm-up begins them anew), loads of a cascade's stages."""
+    """State of a batch: rows that hold a prompt, whether it takes prompts, turns and passes over scored texts that have
+    ended, counts since it was opened (a warm-up begins them anew), loads of a cascade's stages."""
 
     running: int = 0
     alive: bool = True
@@ -267,13 +262,12 @@ class Here(Served):
 
     def send(self, prompt: BatchPrompt, put_round: PutRound) -> Sent:
         """Submit the prompt, which takes or refuses it at once."""
+        failed: Exception | None = None
         try:
             sent = Sent(answer=submit(self.batch, self.tokenizer, prompt, put_round))
         except Exception as error:  # `taken` raises it
-            sent = Sent()
-            sent.taken.set_exception(error)
-        else:
-            sent.taken.set_result(None)
+            sent, failed = Sent(), error
+        settle(sent.taken, failed)
         return sent
 
     def score(self, ids: list[int], count: int, put_round: PutRound) -> Sent:

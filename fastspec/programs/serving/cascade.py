@@ -12,26 +12,20 @@ from fastspec.programs.serving.requests import AnswerRequest, Refused
 
 def refuse_fields(asked: AnswerRequest, info: Mapping[str, str]) -> None:
     """Raise Refused for fields that what a server decodes with, by its settings, cannot honour, by their names."""
+    name, why, own = "", "", info["assistant"]
     if "stages" not in info:
         if asked.price is not None:
-            raise Refused(
-                "price is not accepted: it is that of a bad answer in a cascade, and this server has no cascade that "
-                "decides by it"
-            )
-        return
-    if asked.assistant not in (None, info["assistant"]):
-        raise Refused(
-            f"assistant={asked.assistant!r} is not accepted: all requests here are answered with "
-            f"{info['assistant']!r}, whose stages have their own"
-        )
-    if asked.logprobs is not None:
-        raise Refused("logprobs is not accepted: the answer of a cascade may be any stage's, of other tokens")
-    if asked.structure is not None:
+            name, why = "price", "it is a cascade's, and this server has no cascade that decides by it"
+    elif asked.assistant not in (None, own):
+        name = f"assistant={asked.assistant!r}"
+        why = f"all requests here are answered with {own!r}, whose stages have their own"
+    elif asked.logprobs is not None:
+        name, why = "logprobs", "the answer of a cascade may be any stage's, of other tokens"
+    elif asked.structure is not None:
         name = "tool_choice" if asked.structure.calls else "response_format (text.format, structured_outputs)"
-        raise Refused(
-            f"{name} is not accepted: a structure is held by one model through the whole answer, and the stages of a "
-            "cascade answer one after another"
-        )
+        why = "one model holds an answer to a structure, and the stages of a cascade answer one after another"
+    if name:
+        raise Refused(f"{name} is not accepted: {why}")
 
 
 def stage_of(visit: Visit) -> NamedStage:

@@ -47,22 +47,18 @@ def _number(low: float, high: float) -> Check:
 
 
 def instance(kind: type | tuple[type, ...]) -> Fits:
-    """True for values of a type."""
     return lambda value: isinstance(value, kind)
 
 
 def one_of(*values: Any) -> Fits:
-    """True for these values."""
     return lambda value: value in values
 
 
 def either(*kinds: Fits) -> Fits:
-    """True for values of one of these kinds."""
     return lambda value: any(fits(value) for fits in kinds)
 
 
 def list_of(fits: Fits, least: int = 0, most: float = math.inf) -> Fits:
-    """True for lists of so many values of a kind."""
     return lambda value: isinstance(value, list) and least <= len(value) <= most and all(map(fits, value))
 
 
@@ -80,7 +76,6 @@ def object_of(needs: Mapping[str, Fits], may: Mapping[str, Fits] | None = None) 
 
 
 def nothing(instead: str = "") -> Check:
-    """Fields that would be ignored."""
     return lambda value: not value, f"left out{instead}"
 
 
@@ -89,16 +84,16 @@ IS_TOKEN = _whole(0)[0]
 NAMED = object_of({"name": IS_TEXT})
 TOKEN_IDS = list_of(IS_TOKEN, 1)
 OBJECTS = list_of(IS_OBJECT, 1)
-SCHEMA = object_of({"schema": IS_OBJECT}, dict.fromkeys(("type", "name", "description", "strict"), lambda value: True))
+OF_SCHEMA = dict.fromkeys(("type", "name", "description", "strict"), lambda value: True)
+IS_SCHEMA = one_of("json_schema")
 PLAIN_FORMAT = object_of({"type": one_of("text", "json_object")}, {})
-NESTED_FORMAT = object_of({"type": one_of("json_schema"), "json_schema": SCHEMA}, {})
+NESTED_FORMAT = object_of({"type": IS_SCHEMA, "json_schema": object_of({"schema": IS_OBJECT}, OF_SCHEMA)}, {})
+FLAT_FORMAT = object_of({"schema": IS_OBJECT, "type": IS_SCHEMA}, OF_SCHEMA)
 
 
 def _is_stop(value: Any) -> bool:
     texts = [value] if isinstance(value, str) else value
-    return (
-        list_of(lambda each: isinstance(each, str) and each != "", 0, 16)(texts) and len("".join(texts)) <= STOP_LENGTH
-    )
+    return list_of(lambda each: IS_TEXT(each) and each != "", 0, 16)(texts) and len("".join(texts)) <= STOP_LENGTH
 
 
 def _is_bias(value: Any) -> bool:
@@ -110,16 +105,12 @@ def _is_tool(value: Any) -> bool:
     return object_of({"type": one_of("function")})(value) and NAMED(value.get("function", value))
 
 
-def _is_tool_or_space(value: Any) -> bool:
-    return _is_tool(value) or (NAMED(value) and SPACE(value))
-
-
-def _is_flat_format(value: Any) -> bool:
-    return PLAIN_FORMAT(value) or (SCHEMA(value) and value.get("type") == "json_schema")
-
-
-SPACE = object_of({"type": one_of("namespace"), "tools": list_of(_is_tool, 1)})
+SPACE = object_of({"name": IS_TEXT, "type": one_of("namespace"), "tools": list_of(_is_tool, 1)})
 EFFORTS = one_of("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+def _is_truths(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(IS_TRUTH, value.values()))
 
 
 def _is_outputs(value: Any) -> bool:
@@ -142,16 +133,10 @@ ACCEPTED: dict[str, Check] = {
     "frequency_penalty": _number(-2, 2),
     "presence_penalty": _number(-2, 2),
     "price": (_number(0, math.inf)[0], "a number of milliseconds from 0 on: what a bad answer of a cascade costs"),
-    "logit_bias": (
-        _is_bias,
-        f"an object of up to {SEQUENCES} token numbers and what is added to their scores, -100 to 100",
-    ),
+    "logit_bias": (_is_bias, f"an object of up to {SEQUENCES} token numbers and what their scores get, -100 to 100"),
     "stop": STOP,
     "stream": TRUTH,
-    "stream_options": (
-        lambda value: IS_OBJECT(value) and all(map(IS_TRUTH, value.values())),
-        "an object of true and false",
-    ),
+    "stream_options": (_is_truths, "an object of true and false"),
     "messages": (OBJECTS, "a list of objects with role and content, a text or parts of type text"),
     "prompt": (
         either(IS_TEXT, TOKEN_IDS, list_of(either(IS_TEXT, TOKEN_IDS), 1, ANSWERS)),
@@ -175,7 +160,7 @@ ACCEPTED: dict[str, Check] = {
     "response_format": (either(PLAIN_FORMAT, NESTED_FORMAT), FORMATS),
     "structured_outputs": (_is_outputs, f"an object with one of {', '.join(OUTPUTS)} and json_object"),
     "text": (
-        object_of({}, {"format": either(one_of(None), _is_flat_format), "verbosity": one_of(None, "medium")}),
+        object_of({}, {"format": either(one_of(None), PLAIN_FORMAT, FLAT_FORMAT), "verbosity": one_of(None, "medium")}),
         f'an object with format, {FORMATS}, and verbosity "medium"',
     ),
     "verbosity": (one_of("medium"), "'medium'"),
@@ -185,13 +170,8 @@ ACCEPTED: dict[str, Check] = {
     "function_call": nothing(": tool_choice is"),
     "reasoning_effort": (EFFORTS, "none, minimal, low, medium, high, xhigh or max"),
     "web_search_options": (lambda value: False, "left out"),  # an empty one asks for a search too
-    **dict.fromkeys(
-        (
-            *("model", "metadata", "client_metadata", "user", "store", "service_tier", "safety_identifier"),
-            *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-        ),
-        ANY,
-    ),
+    **dict.fromkeys(("model", "metadata", "client_metadata", "user", "store", "service_tier"), ANY),
+    **dict.fromkeys(("safety_identifier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"), ANY),
 }
 """Fields -> what they may hold where they are given; a route's other fields must be left out, or hold nothing."""
 OF_CHATS: dict[str, Check] = {"logprobs": TRUTH, "top_logprobs": _whole(0, LIKELIEST)}
@@ -214,7 +194,7 @@ OF_RESPONSES: dict[str, Check] = {
         ),
         "an object with effort, and a summary, in whose place the whole reasoning comes",
     ),
-    "tools": (list_of(_is_tool_or_space), "a list of tools of type function, each with a name, or namespaces of these"),
+    "tools": (list_of(either(_is_tool, SPACE)), "a list of tools of type function, each with a name, or namespaces"),
 }
 """The same of fields that hold something else on one route."""
 
@@ -228,7 +208,6 @@ SEQUENCE = list_of(IS_WHOLE, 1)
 
 
 def tokens_of(name: str, value: Any) -> list[int]:
-    """The token numbers in a checked setting."""
     each = [pair[0] for pair in value] if name == "sequence_bias" else value if isinstance(value, list) else [value]
     return [token for held in each for token in (held if isinstance(held, list) else [held])]
 
@@ -267,18 +246,12 @@ NEUTRAL: dict[str, Any] = {
     "use_cache": True,
 }
 """Settings that are not heeded -> the value that changes nothing, besides null, false and 0."""
-HARMLESS = frozenset(
-    (
-        *("transformers_version", "early_stopping", "length_penalty", "low_memory", "disable_compile"),
-        *("output_scores", "output_logits", "output_attentions", "output_hidden_states", "return_dict_in_generate"),
-        *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
-    )
-)
+HARMLESS = {"transformers_version", "early_stopping", "length_penalty", "low_memory", "disable_compile"}
+HARMLESS |= {"output_scores", "output_logits", "output_attentions", "output_hidden_states", "return_dict_in_generate"}
+HARMLESS |= {"num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"}
 """Settings that change no token of an answer, of beams and of what `generate` returns."""
 KNOWN = frozenset(name for name in GenerationConfig().to_dict() if name[0] != "_")
 """Settings of transformers' GenerationConfig."""
-OF_TOKENS = (
-    *("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias"),
-    *("forced_bos_token_id", "forced_eos_token_id"),
-)
+OF_TOKENS: tuple[str, ...] = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias")
+OF_TOKENS += ("forced_bos_token_id", "forced_eos_token_id")
 """Settings that name tokens whose scores are changed, which must be there."""

@@ -9,18 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from fastspec.programs.serving.answers import (
-    Content,
-    End,
-    Event,
-    Logprobs,
-    NamedRound,
-    NamedStage,
-    NamedToken,
-    Reasoning,
-    ToolCall,
-    merged,
-)
+from fastspec.programs.serving import answers as events_of
+from fastspec.programs.serving.answers import Beside, Content, End, Event, NamedToken, Reasoning, ToolCall, merged
 from fastspec.programs.serving.fields import MARK
 from fastspec.programs.serving.middleware import error_body
 from fastspec.programs.serving.requests import AnswerRequest
@@ -64,7 +54,7 @@ class Choices(Form):
     whole_kind: ClassVar[str] = "text_completion"
     chunk_kind: ClassVar[str] = "text_completion"
     ends: dict[int, End] = field(default_factory=dict)
-    held: dict[int, list[Logprobs | NamedRound | NamedStage]] = field(default_factory=dict)
+    held: dict[int, list[Beside]] = field(default_factory=dict)
     """Of each answer what the next chunk has of it beside its text."""
 
     @abstractmethod
@@ -81,45 +71,38 @@ class Choices(Form):
 
     def made(self, kind: str, choices: list[JsonObject], usage: bool = False) -> JsonObject:
         """An answer or a chunk, with the counts of tokens and the times or without."""
-        head = {"id": self.asked.request_id, "object": kind, "created": self.created, "model": self.model}
-        if not usage:
-            return {**head, "choices": choices}
-        ends = list(self.ends.values())
-        before, new = self.prompt_tokens, sum(end.tokens for end in ends)
-        accepted = sum(end.accepted for end in ends)
-        rejected = sum(end.drafted for end in ends) - accepted
-        details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
-        counts: JsonObject = {"prompt_tokens": before, "completion_tokens": new, "total_tokens": before + new}
-        cached = sum(end.cached for index, end in self.ends.items() if index % self.asked.n == 0)
-        counts["prompt_tokens_details"] = {"cached_tokens": cached}
-        usages = {**counts, "completion_tokens_details": details}
-        return {**head, "choices": choices, "usage": usages, "timings": self.timings(counts, details)}
+        made = {"id": self.asked.request_id, "object": kind, "created": self.created, "model": self.model}
+        return {**made, "choices": choices, **(self.counts() if usage else {})}
 
-    def timings(self, counts: JsonObject, details: JsonObject) -> JsonObject:
-        """Times and counts as llama.cpp's server has them, of all answers together."""
-        ends, cached = self.ends.values(), counts["prompt_tokens_details"]["cached_tokens"]
-        accepted = details["accepted_prediction_tokens"]
+    def counts(self) -> JsonObject:
+        """Tokens as OpenAI counts them, and times and counts as llama.cpp's server has them, of all answers."""
+        ends, before = self.ends.values(), self.prompt_tokens
+        new, accepted = sum(end.tokens for end in ends), sum(end.accepted for end in ends)
+        drafted = sum(end.drafted for end in ends)
+        cached = sum(end.cached for index, end in self.ends.items() if index % self.asked.n == 0)
         first, last = min(end.first for end in ends), max(end.seconds for end in ends)
-        return {
-            "cache_n": cached,
-            "prompt_n": counts["prompt_tokens"] - cached,
-            "prompt_ms": round(1e3 * first, 3),
-            "predicted_n": counts["completion_tokens"],
-            "predicted_ms": round(1e3 * (last - first), 3),
-            "draft_n": accepted + details["rejected_prediction_tokens"],
-            "draft_n_accepted": accepted,
+        drafts = {"accepted": accepted, "rejected": drafted - accepted}
+        usage = {
+            **{"prompt_tokens": before, "completion_tokens": new, "total_tokens": before + new},
+            "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {f"{how}_prediction_tokens": count for how, count in drafts.items()},
         }
+        timings = {
+            **{"cache_n": cached, "prompt_n": before - cached, "prompt_ms": round(1e3 * first, 3)},
+            **{"predicted_n": new, "predicted_ms": round(1e3 * (last - first), 3)},
+            **{"draft_n": drafted, "draft_n_accepted": accepted},
+        }
+        return {"usage": usage, "timings": timings}
 
     def choice(self, index: int, **fields: Any) -> JsonObject:
-        """A choice, with the log-probabilities that have come where they are asked for."""
         found: JsonObject = {"index": index, "finish_reason": None, "logprobs": None, **fields}
         held = self.held.pop(index, [])
         if self.asked.logprobs is not None:
-            tokens = [token for each in held if isinstance(each, Logprobs) for token in each.tokens]
+            tokens = [token for each in held if isinstance(each, events_of.Logprobs) for token in each.tokens]
             found["logprobs"] = self.logprobs(tokens)
         if self.asked.rounds:
-            stages = [each.told for each in held if isinstance(each, NamedStage)]
-            rounds = [each.told for each in held if isinstance(each, NamedRound)]
+            stages = [each.told for each in held if isinstance(each, events_of.NamedStage)]
+            rounds = [each.told for each in held if isinstance(each, events_of.NamedRound)]
             found["fastspec"] = {"rounds": rounds, **({"stages": stages} if stages else {})}
         return found
 
@@ -137,10 +120,9 @@ class Choices(Form):
 
     def _hold(self, event: Event, index: int) -> bool:
         """True for what the next chunk has of the answer beside its text: that is kept until then."""
-        if not isinstance(event, (Logprobs, NamedRound, NamedStage)):
-            return False
-        self.held.setdefault(index, []).append(event)
-        return True
+        if isinstance(event, Beside):
+            self.held.setdefault(index, []).append(event)
+        return isinstance(event, Beside)
 
     def whole(self, answers: Sequence[Iterable[Event]]) -> JsonObject:
         choices = []
@@ -233,12 +215,11 @@ def _said(piece: bytes) -> str:
 
 def named_token(token: NamedToken) -> JsonObject:
     """A token as text and bytes, with its log-probability and the likeliest in its place."""
-    top = [_named(piece, logprob) for piece, logprob in token.top]
-    return {**_named(token.piece, token.logprob), "top_logprobs": top}
 
+    def named(piece: bytes, logprob: float | None) -> JsonObject:
+        return {"token": piece.decode(errors="replace"), "logprob": logprob, "bytes": list(piece)}
 
-def _named(piece: bytes, logprob: float | None) -> JsonObject:
-    return {"token": piece.decode(errors="replace"), "logprob": logprob, "bytes": list(piece)}
+    return {**named(token.piece, token.logprob), "top_logprobs": [named(*each) for each in token.top]}
 
 
 @dataclass
@@ -267,9 +248,9 @@ class ResponseForm(Form):
 
     def add(self, event: Event, index: int = 0) -> list[JsonObject]:
         """The messages of one event; another kind than the last one's closes its item."""
-        if isinstance(event, Logprobs):
+        if isinstance(event, events_of.Logprobs):
             self.tokens += event.tokens
-        if isinstance(event, (Logprobs, NamedRound, NamedStage)):
+        if isinstance(event, Beside):
             return []
         tokens, self.tokens = self.tokens, []
         messages = self._close() if self.inside is not None and type(event) is not self.inside else []
@@ -342,7 +323,6 @@ class ResponseForm(Form):
         return self._message(f"output_item.{kind}", output_index=len(self.items) - 1, item=self.items[-1])
 
     def _within(self, kind: str, **more: Any) -> JsonObject:
-        """A message within the last item."""
         return self._message(kind, item_id=self.items[-1]["id"], output_index=len(self.items) - 1, **more)
 
     def _response(self, status: str, end: End | None = None, **more: Any) -> JsonObject:

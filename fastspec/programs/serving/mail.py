@@ -13,8 +13,7 @@ LONGEST_PACE = 0.04
 
 
 class Mail:
-    """Brings what the batch's thread says to the event loop: all that waits in one wake-up. With many readers wake-ups
-    are `PACE` for each of them apart."""
+    """Mail from the batch's thread to the event loop, all that waits in one wake-up, `PACE` a reader apart."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -33,10 +32,8 @@ class Mail:
 
     def _bring(self) -> None:
         readers = self._deliver()
-        if readers > 1:
-            self.loop.call_later(
-                min(LONGEST_PACE, PACE * readers), self._bring
-            )  # called still: who posts meanwhile waits for that
+        if readers > 1:  # called still: who posts meanwhile waits for that
+            self.loop.call_later(min(LONGEST_PACE, PACE * readers), self._bring)
             return
         self.called = False
         if self.waiting:  # posted before that line, by who saw that it was called

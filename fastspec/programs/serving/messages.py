@@ -7,36 +7,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastspec.programs.serving.answers import (
-    Content,
-    End,
-    Event,
-    Logprobs,
-    NamedRound,
-    NamedStage,
-    Reasoning,
-    ToolCall,
-    merged,
-)
-from fastspec.programs.serving.fields import (
-    ACCEPTED,
-    ANY,
-    EFFORTS,
-    IS_OBJECT,
-    IS_TEXT,
-    STOP,
-    Check,
-    either,
-    list_of,
-    object_of,
-    one_of,
-)
+from fastspec.programs.serving import fields
+from fastspec.programs.serving.answers import Beside, Content, End, Event, Reasoning, ToolCall, merged
+from fastspec.programs.serving.fields import IS_OBJECT, IS_TEXT, either, list_of, object_of, one_of
 from fastspec.programs.serving.forms import Form, JsonObject
 from fastspec.programs.serving.middleware import message_error
 from fastspec.programs.serving.requests import Body, Refused, Route
 
 STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 CHOICES = {"auto": "auto", "none": "none", "any": "required"}
+THINKING = "disabled", "adaptive", "enabled"
 
 
 def _is_text_or_blocks(value: Any) -> bool:
@@ -48,25 +28,21 @@ def _is_tool(value: Any) -> bool:
 
 
 FORMAT = object_of({"type": one_of("json_schema"), "schema": IS_OBJECT}, {})
-FIELDS: dict[str, Check] = {
+FIELDS: dict[str, fields.Check] = {
     "system": (_is_text_or_blocks, "a text, or a list of blocks of type text"),
-    "stop_sequences": STOP,
+    "stop_sequences": fields.STOP,
     "tools": (list_of(_is_tool), "a list of tools, each with a name and an input_schema"),
     "tool_choice": (object_of({"type": one_of(*CHOICES, "tool")}), "an object of type auto, none, any or tool"),
-    "thinking": (
-        object_of({"type": one_of("disabled", "adaptive", "enabled")}),
-        "an object of type disabled, adaptive or enabled",
-    ),
+    "thinking": (object_of({"type": one_of(*THINKING)}), "an object of type disabled, adaptive or enabled"),
     "output_config": (
-        object_of({}, {"format": either(one_of(None), FORMAT), "effort": either(one_of(None), EFFORTS)}),
+        object_of({}, {"format": either(one_of(None), FORMAT), "effort": either(one_of(None), fields.EFFORTS)}),
         "an object with format, of type json_schema with a schema, and effort",
     ),
     "context_management": (
         object_of({}, {"edits": list_of(one_of({"type": "clear_thinking_20251015", "keep": "all"}))}),
         "an object with edits that keep all",
     ),
-    "cache_control": ANY,
-    "thread": ANY,
+    **dict.fromkeys(("cache_control", "thread"), fields.ANY),
 }
 SAME = "model", "max_tokens", "temperature", "top_p", "top_k", "stream", "metadata", "service_tier", "price"
 """Fields that a chat has too."""
@@ -79,10 +55,8 @@ request, so that no two prompts would begin alike."""
 def as_chat(body: Body) -> Body:
     """The fields of a chat that a checked request comes to. Raises Refused for what no chat has."""
     if "thread" in body:  # the package goes on without one where it is told so by this code
-        raise Refused(
-            "thread is not accepted: no conversation is kept here, send all its messages",
-            code="thread_unsupported_request",
-        )
+        told = "thread is not accepted: no conversation is kept here, send all its messages"
+        raise Refused(told, code="thread_unsupported_request")
     found = {name: body[name] for name in SAME if name in body}
     found["messages"] = _system(body.get("system")) + _messages(body["messages"])
     if body.get("stop_sequences"):
@@ -108,7 +82,7 @@ def as_chat(body: Body) -> Body:
 
 def _route(*needs: str) -> Route:
     names = frozenset((*SAME, *FIELDS, *REFUSED, "messages"))
-    return Route(needs, names, FIELDS | {"messages": ACCEPTED["messages"]}, as_chat)
+    return Route(needs, names, FIELDS | {"messages": fields.ACCEPTED["messages"]}, as_chat)
 
 
 MESSAGE, COUNTED = _route("messages", "max_tokens"), _route("messages")
@@ -121,7 +95,6 @@ def _tool(tool: Body) -> Body:
 
 
 def _text(blocks: Any, place: str) -> str:
-    """The text of a string, or of blocks of text."""
     if blocks is None or isinstance(blocks, str):
         return blocks or ""
     listed = blocks if isinstance(blocks, list) else [blocks]
@@ -142,7 +115,7 @@ def _messages(given: list[Body]) -> list[Body]:
         role, place = message.get("role"), f"messages[{number}].content"
         if role not in ("user", "assistant", "system") or not _is_text_or_blocks(content):
             raise Refused(
-                f"messages[{number}] must have a role, user, assistant or system, and content, a text or blocks"
+                f"messages[{number}] must have a role (user, assistant, system) and content, a text or blocks"
             )
         if isinstance(content, str):
             found.append({"role": role, "content": content})
@@ -223,7 +196,7 @@ class MessageForm(Form):
 
     def add(self, event: Event, index: int = 0) -> list[JsonObject]:
         """The messages of one event; another kind than the last one's closes its block."""
-        if isinstance(event, (Logprobs, NamedRound, NamedStage)):
+        if isinstance(event, Beside):
             return []
         messages = self._close() if self.inside is not None and type(event) is not self.inside else []
         if isinstance(event, End):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -20,6 +21,14 @@ STAGE_GAUGES = {
     "fastspec_stage_queue": "Requests that wait for a row of a stage.",
 }
 """Gauges of what `Served.loads` tells of a stage, in its order."""
+COUNTED = {
+    "rounds": ("rounds", "Rounds."),
+    "row_rounds": ("row_rounds", "Rounds summed over running rows."),
+    "drafted_tokens": ("drafted", "Draft tokens scored."),
+    "accepted_tokens": ("accepted", "Draft tokens accepted."),
+    "cached_prompt_tokens": ("reused", "Prompt tokens that a row had read for another request."),
+}
+"""Counters of the batch -> their fields of its statistics, and what they say."""
 WINDOW = 10.0
 """Seconds that tokens per second are counted over."""
 
@@ -48,52 +57,31 @@ class Rate:
 
 
 class Metrics:
-    """The metrics of one server; `registry` is what `/metrics` shows, `info` what is served. Those of stages have no
-    values without a cascade."""
+    """The metrics of one server; `registry` is what `/metrics` shows, `info` what is served."""
 
     def __init__(self, batch: Served, info: dict[str, str]) -> None:
         self.batch, self.info, self.rate, self.registry = batch, info, Rate(), CollectorRegistry()
         self.registry.register(self)
-        self.requests = self._counter("requests", "Requests by how they ended.", "outcome")
-        self.tokens = self._counter("generated_tokens", "New tokens of all answers.")
-        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of all prompts that were taken.")
-        self.first_token = self._histogram(
-            "time_to_first_token_seconds", "From a request's arrival to its first token.", SECONDS
-        )
-        self.seconds = self._histogram("request_seconds", "From a request's arrival to its answer's end.", SECONDS)
-        self.stage_requests = self._counter(
-            "stage_requests",
-            "Requests by stage: answered, sent on to the next, or left out for want of room.",
-            "stage",
-            "outcome",
-        )
-        self.stage_quality = self._histogram(
-            "stage_expected_quality",
-            "Probability that a stage's answer is acceptable, when it was decided on.",
-            CHANCES,
-            "stage",
-        )
-        self.stage_seconds = self._histogram(
-            "stage_seconds", "From when a stage was asked to its answer, the wait for a row included.", SECONDS, "stage"
-        )
-        self.stage_cost = self._counter(
-            "stage_cost_milliseconds", "Milliseconds that a stage's tokens cost by the cascade's rates.", "stage"
-        )
-        self.stage_tokens = self._counter(
-            "stage_tokens",
-            "Tokens of a stage's answers: new ones, and those kept of what it was handed.",
-            "stage",
-            "kind",
-        )
-
-    def _counter(self, name: str, said: str, *labels: str) -> Counter:
-        return Counter(f"fastspec_{name}", said, labels, registry=self.registry)
-
-    def _histogram(self, name: str, said: str, buckets: Sequence[float], *labels: str) -> Histogram:
-        return Histogram(f"fastspec_{name}", said, labels, buckets=buckets, registry=self.registry)
+        counter = partial(Counter, namespace="fastspec", registry=self.registry)
+        histogram = partial(Histogram, namespace="fastspec", registry=self.registry)
+        self.requests = counter("requests", "Requests by how they ended.", ["outcome"])
+        self.tokens = counter("generated_tokens", "New tokens of all answers.")
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of all prompts that were taken.")
+        said = "From a request's arrival to its first token."
+        self.first_token = histogram("time_to_first_token_seconds", said, buckets=SECONDS)
+        self.seconds = histogram("request_seconds", "From a request's arrival to its answer's end.", buckets=SECONDS)
+        said = "Requests by stage: answered, sent on to the next, or left out for want of room."
+        self.stage_requests = counter("stage_requests", said, ["stage", "outcome"])
+        said = "Probability that a stage's answer is acceptable, when it was decided on."
+        self.stage_quality = histogram("stage_expected_quality", said, ["stage"], buckets=CHANCES)
+        said = "From when a stage was asked to its answer, the wait for a row included."
+        self.stage_seconds = histogram("stage_seconds", said, ["stage"], buckets=SECONDS)
+        said = "Milliseconds that a stage's tokens cost by the cascade's rates."
+        self.stage_cost = counter("stage_cost_milliseconds", said, ["stage"])
+        said = "Tokens of a stage's answers: new ones, and those kept of what it was handed."
+        self.stage_tokens = counter("stage_tokens", said, ["stage", "kind"])
 
     def add_visit(self, visit: Visit) -> None:
-        """Count a stage's part in an answer."""
         name = visit.name
         self.stage_requests.labels(name, visit.outcome).inc()
         if visit.outcome == "left_out":
@@ -107,26 +95,22 @@ class Metrics:
         self.stage_tokens.labels(name, "kept").inc(visit.kept_tokens)
 
     def collect(self) -> Iterator[Metric]:
-        """Counts of the batch itself."""
+        """Gauges, and counts of the batch itself."""
         batch, stats = self.batch, self.batch.stats
         served = GaugeMetricFamily("fastspec_info", "What is served.", labels=list(self.info))
         served.add_metric(list(self.info.values()), 1)
         yield served
         emitted = "Mean tokens that a round emits for a row, the bonus token counted."
+        rate = f"New tokens a second over the last {WINDOW:g} seconds."
         yield GaugeMetricFamily("fastspec_rows", "Rows of a round.", stats.rows)
         yield GaugeMetricFamily("fastspec_rows_running", "Rows that hold a request.", batch.running)
         yield GaugeMetricFamily("fastspec_queue", "Requests that wait for a row.", batch.waiting)
         yield GaugeMetricFamily("fastspec_acceptance_length", emitted, stats.acceptance_length)
-        rate = f"New tokens a second over the last {WINDOW:g} seconds."
         yield GaugeMetricFamily("fastspec_tokens_per_second", rate, self.rate.value())
         for place, (name, said) in enumerate(STAGE_GAUGES.items()):
             loads = GaugeMetricFamily(name, said, labels=["stage"])
             for stage, load in batch.loads.items():
                 loads.add_metric([stage], load[place])
             yield loads
-        cached = "Prompt tokens that a row had read for another request."
-        yield CounterMetricFamily("fastspec_rounds", "Rounds.", stats.rounds)
-        yield CounterMetricFamily("fastspec_row_rounds", "Rounds summed over running rows.", stats.row_rounds)
-        yield CounterMetricFamily("fastspec_drafted_tokens", "Draft tokens scored.", stats.drafted)
-        yield CounterMetricFamily("fastspec_accepted_tokens", "Draft tokens accepted.", stats.accepted)
-        yield CounterMetricFamily("fastspec_cached_prompt_tokens", cached, stats.reused)
+        for name, (field, said) in COUNTED.items():
+            yield CounterMetricFamily(f"fastspec_{name}", said, getattr(stats, field))

@@ -25,17 +25,14 @@ PAGE = "/"
 """Path of the page."""
 OPEN = ("/health", PAGE)
 """Paths that need no key."""
-MESSAGES = "/v1/messages"
-"""Where answers have Anthropic's form."""
 DRAINED = 16
 """Times the longest body that is read of one that is too long."""
 
 
 def error_body(message: str, status: int, code: str | None = None) -> dict[str, Any]:
     """An error in OpenAI's form; its code is the status where it has none of its own."""
-    kind = {401: "authentication_error", 429: "rate_limit_error"}.get(
-        status, "invalid_request_error" if status < 500 else "server_error"
-    )
+    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": None, "code": code or status}}
 
 
@@ -49,8 +46,8 @@ def message_error(message: str, status: int, code: str | None = None) -> dict[st
 
 
 def error_on(path: str, message: str, status: int, code: str | None = None) -> dict[str, Any]:
-    """An error in the form of the route that it is told on."""
-    return (message_error if path.startswith(MESSAGES) else error_body)(message, status, code)
+    """An error in the form of the route that it is told on, Anthropic's or OpenAI's."""
+    return (message_error if path.startswith("/v1/messages") else error_body)(message, status, code)
 
 
 class ClientGone(Exception):
@@ -58,8 +55,7 @@ class ClientGone(Exception):
 
 
 class RequestMiddleware:
-    """ASGI middleware around `app`, outside all else. A request whose client goes away is cancelled, streamed or
-    not."""
+    """ASGI middleware around `app`. A request whose client goes away is cancelled, streamed or not."""
 
     loopback = False
     """True where it listens to this machine alone: without a key a page of another name, which a browser here shows and
@@ -95,7 +91,6 @@ class RequestMiddleware:
             await self._run(scope, body, receive, send)
 
     def _refused(self, scope: Message) -> tuple[int, str] | None:
-        """Status and reason for a request that is not let in."""
         headers, path = dict(scope["headers"]), scope["path"]
         folders = [each for each in self.paths if each[-1] == "/" and each != PAGE]
         if path not in self.paths and not any(map(path.startswith, folders)):
@@ -134,13 +129,12 @@ class RequestMiddleware:
     async def _run(self, scope: Message, body: bytes, receive: Receive, send: Send) -> None:
         """Run the app until it has answered, until the client has gone, or until the server cancels what it does, since
         it stops: then a client that has no part of its answer is told so, and a stream breaks off without its end."""
-        read, begun, gone, completed = False, False, asyncio.Event(), False
+        begun, gone, completed = False, asyncio.Event(), False
+        whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:
-            nonlocal read
-            if not read:
-                read = True
-                return {"type": "http.request", "body": body, "more_body": False}
+            if whole:
+                return whole.pop()
             await gone.wait()
             return {"type": "http.disconnect"}
 

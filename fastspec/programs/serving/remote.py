@@ -1,5 +1,4 @@
-"""An open batch in a process of its own, as a server uses it: HTTP and texts do not share an interpreter with the
-rounds."""
+"""An open batch in a process of its own: HTTP and texts do not share an interpreter with the rounds."""
 
 from __future__ import annotations
 
@@ -28,12 +27,8 @@ TOLD = KEPT // 2
 
 
 class Remote(Served, AbstractContextManager["Remote"]):
-    """The batch that `build` opens in a process of its own; `build` is pickled, and returns the batch and its
-    tokenizer.
-
-    Returns when the batch is open. Raises what `build` raises, and FastSpecError where the process ends before. The
-    process ends with this one, however that ends.
-    """
+    """The batch that `build`, which is pickled, opens in a process of its own; it returns the batch and its tokenizer.
+    Raises what `build` raises, and FastSpecError where the process ends before. The process ends with this one."""
 
     def __init__(self, build: Callable[[], Opened]) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -75,16 +70,14 @@ class Remote(Served, AbstractContextManager["Remote"]):
                 assert isinstance(messages[0], Ready)
                 return messages[0]
         self.process.join()
-        raise FastSpecError(
-            f"the process of the rounds has ended with status {self.process.exitcode} before its batch was open"
-        )
+        ended = f"the process of the rounds has ended with status {self.process.exitcode}"
+        raise FastSpecError(f"{ended} before its batch was open")
 
     state = property(lambda self: self._state)
     waiting = property(lambda self: max(0, len(self._asked) - self.running))
     alive = property(lambda self: self._gone is None and self._state.alive)
 
     def send(self, prompt: BatchPrompt, put_round: PutRound) -> Sent:
-        """Send a prompt to the process, which takes or refuses it later."""
         return self._send(partial(BatchEnd.send, prompt=prompt), put_round)
 
     def score(self, ids: list[int], count: int, put_round: PutRound) -> Sent:
@@ -102,8 +95,7 @@ class Remote(Served, AbstractContextManager["Remote"]):
         return sent
 
     def know(self, strings: tuple[str, ...], criterion: Any) -> None:
-        """Send what stop strings come to, a table as long as the vocabulary, once for the sets of strings that the
-        other process keeps."""
+        """Send what stop strings come to, once for the sets of strings that the other process keeps."""
         with self._lock:
             told = self._told.pop(strings, False)
             self._told[strings] = True
@@ -194,7 +186,6 @@ def _end(process: BaseProcess, patience: float) -> None:
 
 
 def _end_at_exit(wire: Wire, process: BaseProcess) -> None:
-    """End of a process that nobody has closed."""
     wire.post(BatchEnd.close)
     wire.end()
     _end(process, PATIENCE)
@@ -202,8 +193,7 @@ def _end_at_exit(wire: Wire, process: BaseProcess) -> None:
 
 @contextmanager
 def _safe_path() -> Iterator[None]:
-    """A process that starts meanwhile looks for no modules in the current folder before it has this one's path (from
-    Python 3.11 on)."""
+    """A process that starts meanwhile looks for no modules in the current folder (from Python 3.11 on)."""
     name = "PYTHONSAFEPATH"
     former = os.environ.get(name)
     os.environ[name] = "1"

@@ -66,8 +66,8 @@ class Route:
 @dataclass(frozen=True, slots=True)
 class AnswerRequest:
     """A request that was read: the texts or tokens that it goes on from, or the conversation with the tools and
-    variables of the model's template, and how its `n` answers to each are to be made and given. With `logprobs` tokens
-    come with their log-probabilities and so many of the likeliest."""
+    variables of the model's template, and how its `n` answers to each are made. With `logprobs` tokens come with their
+    log-probabilities and so many of the likeliest."""
 
     request_id: str
     prompts: tuple[str | list[int], ...]
@@ -107,28 +107,20 @@ class AnswerRequest:
         return self.n * max(1, len(self.prompts))
 
 
-SAMPLING = (
-    *("seed", "top_k", "min_p", "repetition_penalty", "generation_config", "assistant", "structured_outputs"),
-    "price",
-)
+SAMPLING = {"seed", "top_k", "min_p", "repetition_penalty", "generation_config", "assistant", "structured_outputs"}
+SAMPLING |= {"price"}
 """Fields of all routes that OpenAI's interface does not have, or not everywhere."""
 
 
-def _route(needs: str, params: Any, *more: str, own: dict[str, Check]) -> Route:
-    return Route((needs,), frozenset(params.__annotations__) | {*SAMPLING, *more}, own)
+def _route(needs: str, own: dict[str, Check], params: Any, *more: str) -> Route:
+    return Route((needs,), frozenset(params.__annotations__) | SAMPLING | {*more}, own)
 
 
-CHAT = _route(
-    "messages", chat_params.CompletionCreateParamsStreaming, "chat_template_kwargs", "fastspec", own=fields.OF_CHATS
-)
-COMPLETION = _route("prompt", completion_params.CompletionCreateParamsStreaming, "fastspec", own=fields.OF_COMPLETIONS)
-RESPONSE = _route(
-    "input",
-    response_params.ResponseCreateParamsStreaming,
-    "chat_template_kwargs",
-    "client_metadata",
-    own=fields.OF_RESPONSES,
-)
+OF_CHAT, OF_COMPLETION = chat_params.CompletionCreateParamsStreaming, completion_params.CompletionCreateParamsStreaming
+OF_RESPONSE = response_params.ResponseCreateParamsStreaming
+CHAT = _route("messages", fields.OF_CHATS, OF_CHAT, "chat_template_kwargs", "fastspec")
+COMPLETION = _route("prompt", fields.OF_COMPLETIONS, OF_COMPLETION, "fastspec")
+RESPONSE = _route("input", fields.OF_RESPONSES, OF_RESPONSE, "chat_template_kwargs", "client_metadata")
 
 
 def parse(text: str) -> Any:
@@ -144,28 +136,28 @@ def settings_of(text: str, size: int) -> Body:
     """The settings of a generation_config by name, for a vocabulary of so many tokens. Raises Refused for what is none,
     for names that transformers does not know, and for those that are not heeded."""
     try:
-        found = parse(text)
+        read = parse(text)
     except ValueError as error:
         raise Refused(f"generation_config is no JSON text: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(read, dict):
         raise Refused(f"generation_config must be {fields.ACCEPTED['generation_config'][1]}")
-    found = {name: fields.as_whole(value) for name, value in found.items()}
-    for name, value in found.items():
+    found: Body = {}
+    for name, value in ((name, fields.as_whole(value)) for name, value in read.items()):
         if name not in fields.KNOWN:
             raise Refused(f"generation_config has {name!r}, which transformers' GenerationConfig does not know")
-        if name not in fields.SETTINGS and name not in fields.HARMLESS and value and value != fields.NEUTRAL.get(name):
-            raise Refused(f"{name} of generation_config is not heeded: it must be left out")
-        if name in fields.SETTINGS and value is not None:
+        if name in fields.SETTINGS:
             accepts, said = fields.SETTINGS[name]
-            if not accepts(value):
+            if value is not None and not accepts(value):
                 raise Refused(f"{name} of generation_config must be {said}, not {str(value)[:80]!r}")
-            if name in fields.OF_TOKENS:
+            if value is not None and name in fields.OF_TOKENS:
                 check_tokens(f"{name} of generation_config", fields.tokens_of(name, value), size)
-    return {name: value for name, value in found.items() if name in fields.SETTINGS}
+            found[name] = value
+        elif name not in fields.HARMLESS and value and value != fields.NEUTRAL.get(name):
+            raise Refused(f"{name} of generation_config is not heeded: it must be left out")
+    return found
 
 
 def check_tokens(said: str, tokens: Iterable[int], size: int) -> None:
-    """Raise Refused for tokens that the model has not."""
     if not all(0 <= token < size for token in tokens):
         raise Refused(f"{said} names a token that the model has not: its tokens are 0 to {size - 1}")
 
@@ -210,7 +202,7 @@ def read(
     template: str,
 ) -> AnswerRequest:
     """Read a request for the model of this name, which makes `calls` of tools and whose chat `template` is a text.
-    Raises Refused for what cannot be answered, which it names."""
+    Raises Refused or Unsupported for what cannot be answered, which it names."""
     body = check(body, route, model_name)
     if route.as_chat is not None:
         body, route = route.as_chat(body), CHAT
@@ -231,15 +223,10 @@ def read(
         raise too_many(config.max_new_tokens, limits)
     given = body.get("tools") if body.get("tool_choice") != "none" else None
     tools, spaces = _functions(given) if given else (None, {})
-    try:
-        structure = structure_of(body, tools, calls)
-    except Unsupported as error:
-        raise Refused(str(error)) from error
+    structure = structure_of(body, tools, calls)
     if structure is not None:
         if "eos_token_id" in (settings or {}):
-            raise Refused(
-                "eos_token_id of generation_config cannot be combined with a structure: it ends with the model's own"
-            )
+            raise Refused("eos_token_id of generation_config: an answer with a structure ends with the model's own")
         config.structure = structure.grammar  # `submit` makes a `fastspec.Grammar` of it, where the rounds are
     try:
         messages = [] if route is COMPLETION else _conversation(body)
@@ -282,11 +269,9 @@ def read(
 
 
 def _prompts(given: str | list[Any], size: int) -> tuple[str | list[int], ...]:
-    """The prompts of a completion, whose tokens the model has."""
     found = (given,) if isinstance(given, str) or isinstance(given[0], int) else tuple(given)
     for each in found:
-        if not isinstance(each, str):
-            check_tokens("prompt", each, size)
+        check_tokens("prompt", () if isinstance(each, str) else each, size)
     return found
 
 
@@ -316,23 +301,16 @@ def _check(body: Body, route: Route) -> None:
         if name == "prompt" and "prompt" not in (*route.needs, *route.own):
             accepts, said = fields.nothing(f": {route.needs[0]} is")
         if not accepts(value):
-            place, given = name, value
-            if isinstance(value, list):
-                wrong = (number for number, each in enumerate(value) if not accepts([each]))
-                for number in wrong:
-                    place, given = f"{name}[{number}]", value[number]
-                    break
-            whole = "it" if place == name else name
+            wrong = [at for at, each in enumerate(value) if not accepts([each])] if isinstance(value, list) else []
+            place, given, whole = (f"{name}[{wrong[0]}]", value[wrong[0]], name) if wrong else (name, value, "it")
             raise Refused(f"{place}={str(given)[:80]!r} is not accepted: {whole} must be {said}")
 
 
 def unknown_model(name: Any, own: str) -> Refused:
-    """The error of a request for another model than the server's own."""
     return Refused(f"the model {name!r} does not exist: this server has {own!r}", 404, "model_not_found")
 
 
 def too_many(count: int, limits: Limits) -> Refused:
-    """The error of a request for a longer answer than the server gives."""
     return Refused(f"{count} new tokens are asked for, and this server gives at most {limits.tokens}")
 
 
@@ -348,14 +326,12 @@ def _effort(asked: str, template: str) -> Body:
 
 
 def _spaced(space: str, name: str) -> str:
-    """The name of a tool in a namespace as a model knows it, whose own names have no point: of the customary form
-    `mcp__server__tool`."""
+    """The name of a tool in a namespace as a model knows it, of the customary form `mcp__server__tool`."""
     return f"{space.rstrip('_')}__{name}"
 
 
 def _functions(tools: list[Body]) -> tuple[list[Body], dict[str, Body]]:
-    """Tools as templates read them, and the names of those in namespaces. The description of a namespace begins that of
-    its first tool."""
+    """Tools as templates read them, and the names of those in namespaces, whose description begins the first tool's."""
     found: list[Body] = []
     spaces: dict[str, Body] = {}
     for tool in tools:
@@ -395,12 +371,6 @@ def _conversation(body: Body) -> list[Body]:
     return messages
 
 
-def _decrypted(item: Body) -> str:
-    """The reasoning that an item holds in the form of this server; that of others cannot be read."""
-    held = item.get("encrypted_content")
-    return held.removeprefix(fields.MARK) if isinstance(held, str) and held.startswith(fields.MARK) else ""
-
-
 def _messages(items: list[Body]) -> list[Body]:
     """The messages of items: reasoning and calls of tools are parts of the assistant's message beside them."""
     messages: list[Body] = []
@@ -410,9 +380,10 @@ def _messages(items: list[Body]) -> list[Body]:
         if "role" in item:
             messages.append({"role": item["role"], "content": item.get("content")})
         elif kind == "reasoning":
-            parts = item.get("content")
+            parts, held = item.get("content"), str(item.get("encrypted_content"))
             texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
-            reasoning += "".join(text for text in texts if isinstance(text, str)) or _decrypted(item)
+            own = held.removeprefix(fields.MARK) if held.startswith(fields.MARK) else ""  # others' cannot be read
+            reasoning += "".join(text for text in texts if isinstance(text, str)) or own
             continue
         elif kind == "function_call":
             name, space = item.get("name"), item.get("namespace")

@@ -28,7 +28,7 @@ Opened = tuple[PromptBatch, Any]
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The batch is open. What the other process needs to know of it."""
+    """What the other process needs to know of a batch, once it is open."""
 
     tokenizer: Any
     config: Any
@@ -67,9 +67,7 @@ def left_alone_by_the_collector() -> Iterator[None]:
 
 def run_rounds(connection: Connection, build: Callable[[], Opened]) -> None:
     """The process' work: open a batch, and decode what the other process asks for until that closes it or has gone.
-
-    Signals are the other process's matter, which a terminal or a supervisor may have sent to both.
-    """
+    Signals are the other process's matter."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, name="fastspec-parent", daemon=True).start()
@@ -115,7 +113,6 @@ class BatchEnd:
         self.closed = False
 
     def run(self, ready: Ready) -> None:
-        """Say that the batch is open, and do what the other process asks for."""
         self.wire.post(ready)
         for calls, _ in self.wire.parcels():
             for call in calls:
@@ -126,7 +123,6 @@ class BatchEnd:
                     return
 
     def send(self, number: int, prompt: BatchPrompt) -> None:
-        """Hand a prompt to the batch, and say what became of it."""
         self._is_sent(number, self.here.send(prompt, lambda round: self.wire.post(Tokens(number, round))))
 
     def score(self, number: int, ids: list[int], count: int) -> None:

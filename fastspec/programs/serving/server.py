@@ -18,39 +18,20 @@ from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.verify import TokenLogprob
 from fastspec.patches.call.processors import StreamedRound
 from fastspec.patches.hf.ends import end_tokens, stop_criterion
-from fastspec.programs.serving.answers import (
-    AnswerReader,
-    CallsParser,
-    End,
-    Event,
-    ResponseParser,
-    RoundNames,
-    StructureParser,
-    TokenNames,
-    ToolCall,
-    merged,
-)
+from fastspec.programs.serving import answers as reading
+from fastspec.programs.serving import requests
+from fastspec.programs.serving.answers import AnswerReader, End, Event, RoundNames, TokenNames, ToolCall, merged
 from fastspec.programs.serving.batch import BatchPrompt, Sent, Served
 from fastspec.programs.serving.cascade import refuse_fields, stage_of, told_of
 from fastspec.programs.serving.mail import Mail, all_of
 from fastspec.programs.serving.metrics import Metrics
 from fastspec.programs.serving.middleware import LET_GO
-from fastspec.programs.serving.requests import (
-    NEW_TOKENS,
-    NO_DRAFTS,
-    AnswerRequest,
-    Limits,
-    Refused,
-    Route,
-    read,
-    too_many,
-)
+from fastspec.programs.serving.requests import NO_DRAFTS, AnswerRequest, Limits, Refused, Route, read
 from fastspec.programs.serving.structured import call_form, check
 from fastspec.programs.serving.templates import chat_template, folded, response_template, takes_notes
 
 LONG = 16
-"""Characters for each token that a row has room for, above which a prompt's first ones are counted alone: a megabyte
-takes a tokenizer seconds."""
+"""Characters for each token of a row's room, above which a prompt's first ones are counted alone."""
 STALLED = 30.0
 """Seconds without the end of a turn of the rounds, while requests are there, from which on a server is unhealthy."""
 Posted = list[Event] | Callable[[], list[Event]] | BaseException
@@ -66,8 +47,8 @@ class FinishReason:
         self.ends = end_tokens(config, models)
 
     def of(self, tokens: list[int], cut: bool | None = None) -> Literal["stop", "length"]:
-        """ "length" where there is room for no more, and it neither said its end nor a stop string at last; `cut` says
-        the first, of an answer whose tokens another model counted."""
+        """ "length" where there is room for no more, and it ended neither itself nor by a stop string; `cut` says the
+        first of an answer whose tokens another model counted."""
         if cut is None:
             cut = len(tokens) >= self.limit and not (tokens and tokens[-1] in self.ends)
         if not cut:
@@ -143,8 +124,7 @@ class Row:
             self.logprobs += round.logprobs or ()
 
     def _wait(self, round: StreamedRound | Visit, urgent: bool) -> None:
-        """Let a round wait until the reader of the stream fetches all that do, for a text is decoded in one go at the
-        cost of a token."""
+        """Let a round wait until the stream's reader fetches all that do: many tokens cost as much as one."""
         with self.reading:
             told = bool(self.waiting)
             self.waiting.append(round)
@@ -169,7 +149,6 @@ class Row:
         return events
 
     def _read(self, round: StreamedRound | Visit) -> list[Event]:
-        """The events of a round by itself."""
         if isinstance(round, Visit):
             return [stage_of(round)]
         named = [] if self.rounds is None else [self.rounds.named(round)]
@@ -184,15 +163,12 @@ class Row:
             self.answers.post(self.index, events, urgent)
 
     def over(self, future: Future[Any]) -> None:
-        """The batch is done with it, however it ended."""
         cancelled = future.cancelled() and self.failed is None
         error = self.failed or (None if cancelled else future.exception())
         outcome = "cancelled" if cancelled else "error" if error is not None else self._reason()
         try:
             if cancelled:
                 error = Refused("the server stops", 503)
-            elif isinstance(error, Unsupported):  # of a grammar that leads nowhere, say
-                error = Refused(str(error))
             elif error is None:
                 self.end()
         except Exception as raised:
@@ -239,7 +215,6 @@ class ServedAnswers:
     sent: list[Sent] = field(default_factory=list)
 
     def post(self, index: int, item: Posted, urgent: bool = False) -> None:
-        """Hand on the events of one answer, or what reads them, or its error."""
         self.mail.post(self.queue, (index, item), urgent)
 
     def cancel(self) -> None:
@@ -247,8 +222,7 @@ class ServedAnswers:
             sent.answer.cancel()
 
     async def events(self) -> AsyncIterator[list[tuple[int, Event]]]:
-        """The events of all answers as they come, up to their ends. Raises what ended one of them, and cancels the
-        others."""
+        """The events of all answers, up to their ends. Raises what ended one of them, and cancels the others."""
         left = self.asked.count
         while left:
             parts: dict[int, list[Event]] = {}
@@ -295,13 +269,11 @@ class Server:
         tokenizer("")  # sets padding and truncation, which threads could not beside others
 
     def read(self, body: Any, route: Route, request_id: str = "") -> AnswerRequest:
-        """Read a request. Raises Refused for what cannot be answered, which it names."""
         return read(body, route, request_id, self.limits, self.name, self.batch.model, self.calls, self.chat_template)
 
     async def ask(self, read: Callable[[], AnswerRequest]) -> ServedAnswers:
         """Hand a request to the batch, which has taken it when this returns; `read` reads it, in a thread. Raises
-        Refused: 400 for what cannot be answered, 429 where too many wait, 503 where the batch takes nothing any
-        more."""
+        Unsupported or Refused: 429 where too many wait, 503 where the batch takes nothing any more."""
         loop = asyncio.get_running_loop()
         self._refuse_full(1)  # before a text is tokenized
         asked, prompts = await loop.run_in_executor(self.reading, lambda: self._read(read()))
@@ -312,10 +284,7 @@ class Server:
                 raise Refused(f"stop: {error}") from error
             self.batch.know(asked.stop, criterion)
         if asked.structure is not None:
-            try:
-                await loop.run_in_executor(self.compiling, check, asked.structure)
-            except Unsupported as error:
-                raise Refused(str(error)) from error
+            await loop.run_in_executor(self.compiling, check, asked.structure)
         configs = [self._fit(asked, len(prompt.ids)) for prompt in prompts]
         self._refuse_full(asked.count)
         if self.mail is None or self.mail.loop is not loop:
@@ -348,10 +317,9 @@ class Server:
             found.extend(round.logprobs or ())
 
         self._begin()
-        texts = zip(prompts, found, strict=True)
-        scored = [self.batch.score(prompt.ids, asked.logprobs, partial(put, each)) for prompt, each in texts]
-        answers.sent += scored
-        for sent in scored:
+        for prompt, each in zip(prompts, found, strict=True):
+            answers.sent.append(self.batch.score(prompt.ids, asked.logprobs, partial(put, each)))
+        for sent in answers.sent:
             await self._is_taken(sent)
             try:
                 await asyncio.wrap_future(sent.answer)
@@ -388,13 +356,11 @@ class Server:
         sent.answer.add_done_callback(row.over)
 
     def _begin(self) -> None:
-        """Note when the first of what is open came."""
         if not self._open:
             self._moved = time.monotonic()
 
     def _read(self, asked: AnswerRequest) -> tuple[AnswerRequest, list[ReadPrompt]]:
-        """A request and its prompts. Texts are tokenized by a call that lets go of the interpreter. Raises Refused for
-        another assistant than the rows have."""
+        """A request and its prompts. Raises Refused for another assistant than the rows have."""
         own = self.info["assistant"]
         refuse_fields(asked, self.batch.info)
         if asked.assistant not in (None, own, *NO_DRAFTS):
@@ -422,13 +388,15 @@ class Server:
     def _reader(self, asked: AnswerRequest, prompt: ReadPrompt) -> AnswerReader:
         names, structure = self.names if asked.logprobs is not None else None, asked.structure
         if structure is not None and structure.calls:
-            return AnswerReader(self.tokenizer, CallsParser(structure.tool), self.special, asked.stop, names)
+            calls = reading.CallsParser(structure.tool)
+            return AnswerReader(self.tokenizer, calls, self.special, asked.stop, names)
         if asked.prompts or self.template is None or (structure is not None and not structure.opening):
             return AnswerReader(self.tokenizer, None, stop=asked.stop, names=names)
         ends = end_tokens(asked.config, self.batch.model.generation_config) & self.special
         begun = prompt.text if structure is None else ""  # a structure begins with the answer's first token
-        parser = ResponseParser(self.template, self.tokenizer, asked.tools, begun, most=None if asked.parallel else 1)
-        either = parser if structure is None else StructureParser(structure.opening, parser)
+        most = None if asked.parallel else 1
+        parser = reading.ResponseParser(self.template, self.tokenizer, asked.tools, begun, most)
+        either = parser if structure is None else reading.StructureParser(structure.opening, parser)
         return AnswerReader(self.tokenizer, either, ends, asked.stop, names)
 
     def ids(self, text: str, special: bool) -> list[int]:
@@ -457,27 +425,24 @@ class Server:
         if config.max_new_tokens is None and config.max_length is not None:
             config.max_new_tokens, config.max_length = config.max_length - length, None
         if not asked.limited:
-            config.max_new_tokens = min(config.max_new_tokens or NEW_TOKENS, room)
+            config.max_new_tokens = min(config.max_new_tokens or requests.NEW_TOKENS, room)
         elif config.max_new_tokens > self.limits.tokens:
-            raise too_many(config.max_new_tokens, self.limits)
+            raise requests.too_many(config.max_new_tokens, self.limits)
         return config
 
     def _refuse_full(self, count: int) -> None:
         """Raise Refused where so many answers cannot wait: as many as rows and queue hold may come at once."""
         waiting, rows = self.batch.waiting, self.batch.stats.rows
         if count > self.limits.queue + rows:
-            raise Refused(
-                f"{count} answers are asked for at once, and this server has {rows} rows and lets {self.limits.queue} "
-                "wait: send fewer prompts, or a smaller n"
-            )
+            room = f"this server has {rows} rows and lets {self.limits.queue} wait"
+            raise Refused(f"{count} answers are asked for at once, and {room}: send fewer prompts, or a smaller n")
         if waiting >= self.limits.queue or (count > 1 and waiting + count > self.limits.queue + rows):
             self.metrics.requests.labels("refused").inc()
             message = f"{waiting} requests are waiting already: try again later"
             raise Refused(message, 429, headers={"Retry-After": "1"})
 
     async def _is_taken(self, sent: Sent) -> None:
-        """Return when the batch has taken a prompt. Raises Refused; where nobody waits for that any more the prompt is
-        let go of."""
+        """Return when the batch has taken a prompt. Raises Refused; where nobody waits any more it is let go of."""
         try:
             await asyncio.shield(asyncio.wrap_future(sent.taken))
         except asyncio.CancelledError:
@@ -487,9 +452,7 @@ class Server:
             self.metrics.requests.labels("refused").inc()
             raise Refused(str(error), 400 if isinstance(error, (Unsupported, ValueError)) else 503) from error
 
-    @property
-    def _open(self) -> int:
-        return self.batch.running + self.batch.waiting
+    _open = property(lambda self: self.batch.running + self.batch.waiting)
 
     def ill(self) -> str | None:
         """Why the server is not healthy; None where it is."""

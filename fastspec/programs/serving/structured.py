@@ -32,9 +32,8 @@ _LITERAL = re.compile(r"(?:\\s\*)?((?:[^\\.^$*+?{}\[\]|()]|\\[^\w\s])+)(?![*+?{]
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """Structure of an answer: the arguments of its `fastspec.Grammar`, and where it is calls of tools, how they stand
-    there: as the arguments of the `tool` alone, or as a list. An answer that may be either has the `opening` of
-    calls in the model's own form."""
+    """Structure of an answer: the arguments of its `fastspec.Grammar`, and whether it is calls of tools: the arguments
+    of the `tool` alone, or a list. An answer that may be either has the `opening` of calls in the model's own form."""
 
     grammar: Body
     calls: bool = False
@@ -44,9 +43,9 @@ class Structure:
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """Form of calls that a model makes of its own accord: the `opening`, a text that the first one begins with, and a
-    `grammar` of it. It ends with the first of the tokenizer's added tokens, if it has one, since grammars leave plain
-    text no choice of tokens. It is empty where the response template does not tell that text."""
+    """Form of calls that a model makes of its own accord: the `opening` of the first one, and a `grammar` of it. It
+    ends with the first of the tokenizer's added tokens, if it has one, since grammars leave plain text no choice of
+    tokens. It is empty where the response template does not tell that text."""
 
     opening: str
     grammar: str
@@ -77,9 +76,7 @@ def structure_of(body: Body, tools: list[Body] | None, form: CallForm | None) ->
     held: Any = body.get("response_format") or body.get("text", {}).get("format") or TEXT
     outputs, called = body.get("structured_outputs"), choice not in ("auto", "none")
     if outputs is not None and (held != TEXT or called):
-        raise Unsupported(
-            "structured_outputs is given beside a format or a choice of tools: an answer has one structure"
-        )
+        raise Unsupported("structured_outputs beside a format or a choice of tools: an answer has one structure")
     if called:
         return _of_calls(choice, tools, body.get("parallel_tool_calls", True))
     if outputs is None and held == TEXT:
@@ -122,16 +119,15 @@ def _of_calls(choice: Any, tools: list[Body] | None, parallel: bool) -> Structur
 def _parameters(function: Body) -> Body:
     given = function.get("parameters") or {}
     if given.get("type", "object") != "object":
-        raise Unsupported(
-            f"the parameters of the tool {function['name']!r} are of type {given['type']!r}: arguments are an object"
-        )
+        kind = f"of type {given['type']!r}: arguments are an object"
+        raise Unsupported(f"the parameters of the tool {function['name']!r} are {kind}")
     return closed({**ANY_OBJECT, **given})
 
 
 def closed(schema: Any) -> Any:
     """A schema whose objects have no properties but those that it names, unless it says `additionalProperties` itself,
     as in llama.cpp's server and in vLLM by xgrammar: a model that may add properties can go on with them up to the
-    limit, and a tool does not take them. One that joins the properties of several schemas stays as it is."""
+    limit. One that joins the properties of several schemas stays as it is."""
     found = copy.deepcopy(schema)
     parts = list(_schemas(found))
     joined = any(JOINING & each.keys() if "properties" in each else "allOf" in each for each in parts)
@@ -143,7 +139,6 @@ def closed(schema: Any) -> Any:
 
 
 def _schemas(schema: Any) -> Iterator[Body]:
-    """A schema and all that are in it."""
     if not isinstance(schema, dict):
         return
     yield schema

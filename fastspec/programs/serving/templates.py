@@ -12,8 +12,7 @@ NOTE = "\u2042 a note \u2042"
 
 
 def chat_template(tokenizer: Any) -> str:
-    """The text of a tokenizer's chat template, empty where it has none; of several that for tools, as transformers
-    takes it."""
+    """The text of a tokenizer's chat template, empty where it has none; of several that for tools."""
     found = getattr(tokenizer, "chat_template", None) or ""
     return str(found.get("tool_use") or found.get("default") or "") if isinstance(found, dict) else str(found)
 
@@ -29,8 +28,7 @@ def takes_notes(tokenizer: Any) -> bool:
 
 
 def folded(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages for a template that takes a system's at the beginning alone: a later one ends the system's or user's
-    message before it, or is a user's."""
+    """The messages for a template that takes a system's first alone: later ones end the one before, or are a user's."""
     found: list[dict[str, Any]] = []
     for message in messages:
         if message["role"] != "system" or not found:
@@ -43,8 +41,7 @@ def folded(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def response_template(tokenizer: Any, config: Any) -> dict[str, Any] | None:
-    """The template of a tokenizer, else of the model's family, which transformers' own server has; None where neither
-    has one: its texts are not parsed."""
+    """The template of a tokenizer, else of the model's family in transformers' own server, else None."""
     kinds = (config.model_type, config.model_type.removesuffix("_text"))  # transformers 5.17 names the latter alone
     models = (SimpleNamespace(config=SimpleNamespace(model_type=kind)) for kind in kinds)
     return next(filter(None, (get_response_template(tokenizer, model) for model in models)), None)

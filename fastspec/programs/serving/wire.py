@@ -40,10 +40,8 @@ class Failure:
         except Exception:
             found = None
         same = type(found) is type(error) and str(found) == str(error)
-        return cls(
-            error if same else RuntimeError(f"{type(error).__name__}: {error}"),
-            "".join(traceback.format_exception(error)),
-        )
+        sent = error if same else RuntimeError(f"{type(error).__name__}: {error}")
+        return cls(sent, "".join(traceback.format_exception(error)))
 
     def arrived(self) -> BaseException:
         self.error.__cause__ = Elsewhere(self.trace)
@@ -51,9 +49,8 @@ class Failure:
 
 
 class Wire:
-    """One end of a connection. What is posted goes in its order from a thread of its own, all that waits as one parcel,
-    and with it what `beside` says then; where that has changed a while later it goes alone. A message that cannot be
-    pickled ends the connection for both ends."""
+    """One end of a connection. A thread sends what is posted in its order, all that waits as one parcel with what
+    `beside` says then; a change of that goes alone. A message that cannot be pickled ends the connection."""
 
     def __init__(self, connection: Connection, beside: Callable[[], Any] = lambda: None) -> None:
         self.connection, self.beside = connection, beside
@@ -86,21 +83,18 @@ class Wire:
 
     def _write(self) -> None:
         try:
-            self._send_all()
+            told, over = self.beside(), False
+            while not over:
+                messages = self._waiting()
+                over, before, told = messages[-1:] == [self._over], told, self.beside()
+                if messages or told != before:
+                    self.connection.send_bytes(pickle.dumps((messages[:-1] if over else messages, told)))
         except OSError:  # the other end has gone
             pass
         except BaseException:  # an unpicklable message: both ends hear of it, none waits for what will not come
             with socket.socket(fileno=os.dup(self.connection.fileno())) as held:
                 held.shutdown(socket.SHUT_RDWR)
             raise
-
-    def _send_all(self) -> None:
-        told, over = self.beside(), False
-        while not over:
-            messages = self._waiting()
-            over, before, told = messages[-1:] == [self._over], told, self.beside()
-            if messages or told != before:
-                self.connection.send_bytes(pickle.dumps((messages[:-1] if over else messages, told)))
 
     def _waiting(self) -> list[Any]:
         """All that waits; nothing where for a while nothing is posted."""

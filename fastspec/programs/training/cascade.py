@@ -72,18 +72,17 @@ def calibration_rows(held: ScoredTable, *, more: Mapping[str, Any]) -> list[Row]
 
 
 def stops(solver: Solver, held: ScoredTable, price: float) -> Tensor:
-    """The stage at which every item stops [n] int64."""
     last = len(held.scores) - 1
-    found = [
-        next((stage for stage in range(last) if solver.decide(stage, held.scores[stage][item], price).stop), last)
-        for item in range(len(held.table.ids))
-    ]
-    return torch.tensor(found)
+
+    def stop(item: int) -> int:
+        decided = (solver.decide(stage, held.scores[stage][item], price).stop for stage in range(last))
+        return next((stage for stage, stops in enumerate(decided) if stops), last)
+
+    return torch.tensor([stop(item) for item in range(len(held.table.ids))])
 
 
 def prices_of(solver: Solver, held: ScoredTable, start: float, count: int = PRICES) -> list[float]:
-    """Prices in equal ratios from one at which every item stops at stage 0 to one after which nothing changes, searched
-    from `start`."""
+    """Prices in equal ratios from one at which every item stops at stage 0 to one after which nothing changes."""
     low, high = start, 2 * start
     for _ in range(ROUNDS):
         if not bool(stops(solver, held, low).any()):

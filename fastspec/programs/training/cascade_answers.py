@@ -1,5 +1,4 @@
-"""Answers that a cascade's predictor is trained on: every stage's to every item, verified by the next stage, and
-judged."""
+"""Answers that a cascade's predictor is trained on: every stage's to every item, verified by the next, and judged."""
 
 from __future__ import annotations
 
@@ -67,10 +66,10 @@ def check_items(items: Sequence[Item], *, right: bool) -> None:
         found[item.name] = item.set
     bare = [item for item in items if item.given is None and not item.task]
     if bare and not right:
+        count = f"{len(bare)} of {len(items)} items, such as {bare[0].name!r} of {bare[0].set}"
         raise Unsupported(
-            f"{len(bare)} of {len(items)} items, such as {bare[0].name!r} of {bare[0].set}, have no `answer` to match "
-            "(a `reference` is one good answer of many): give one, let a task of lm-eval judge (--task), or a judge "
-            "of yours (--right)"
+            f"{count}, have no `answer` to match (a `reference` is one good answer of many): give one, let a task of "
+            "lm-eval judge (--task), or a judge of yours (--right)"
         )
 
 
@@ -87,11 +86,8 @@ def answer(
     tell: Callable[[int, int], None] = lambda done, of: None,
 ) -> None:
     """Let every stage answer every item greedily, in batches, and write a record of each that the file does not hold.
-    `tell` is given the number of items that are answered, and of all.
-
     Answers have at most `new_tokens` tokens where an item sets no limit. `share` of the items, drawn by `seed` and
-    their names, are for training.
-    """
+    their names, are for training. `tell` is given the number of items that are answered, and of all."""
     where, count, plain = place(models.large), 0, replace(models.config, explain=False)
     known = {stage.label: where | {"weights": weights_digest(stage.model)} for stage in models.stages}
     encoded = {item.name: encode(tokenizer, item) for item in items}
@@ -133,9 +129,8 @@ def check_answers(
     seed: int,
     share: float,
 ) -> None:
-    """Raise Unsupported, naming what differs, where a file's answers are not those that these stages would give: of
-    other items, prompts, models, dtypes, limits, seeds or shares, or by stages in another order. `asked` are the
-    items' `versions` by name, `known` the stages' in their order."""
+    """Raise Unsupported, naming what differs, where a file's answers are not those that these stages would give.
+    `asked` are the items' `versions` by name, `known` the stages' in their order."""
     places, differs = list(known), dict[str, str]()
     for record in records.read(path):
         item, stage = asked.get(record.item), known.get(record.stage)
@@ -144,21 +139,20 @@ def check_answers(
         elif stage is None:
             differs.setdefault("stages", f"{record.stage!r}, which is none now")
         else:
-            now, was = {**stage, **item}, {**stage, **item, **record.versions}
+            now, was = {**stage, **item, "seed": seed}, {**stage, **item, **record.versions, "seed": record.seed}
+            for name, called, what in (
+                ("weights", "models", f"stage {record.stage!r} had other weights"),
+                ("dtype", "dtype", f"{was['dtype']}, and it is {now['dtype']} now"),
+                ("limit", "limit", f"{was['limit']} new tokens, and it is {now['limit']} now"),
+                ("prompt", "prompts", f"item {record.item!r} was asked in other words"),
+                ("seed", "seed", f"{record.seed}, and it is {seed} now"),
+            ):
+                if was[name] != now[name]:
+                    differs.setdefault(called, what)
             if places[record.index : record.index + 1] != [record.stage]:
                 order = f"{record.stage!r} was stage {record.index}, and is stage {places.index(record.stage)} now"
                 differs.setdefault("stages", order)
-            if was["weights"] != now["weights"]:
-                differs.setdefault("models", f"stage {record.stage!r} had other weights")
-            if was["dtype"] != now["dtype"]:
-                differs.setdefault("dtype", f"{was['dtype']}, and it is {now['dtype']} now")
-            if was["limit"] != now["limit"]:
-                differs.setdefault("limit", f"{was['limit']} new tokens, and it is {now['limit']} now")
-            if was["prompt"] != now["prompt"]:
-                differs.setdefault("prompts", f"item {record.item!r} was asked in other words")
-            if record.seed != seed:
-                differs.setdefault("seed", f"{record.seed}, and it is {seed} now")
-            elif record.split != records.split(record.item, seed, share):
+            if record.seed == seed and record.split != records.split(record.item, seed, share):
                 differs.setdefault("share", f"item {record.item!r} was for {record.split}, and is not with {share}")
     if differs:
         told = "; ".join(f"{name}: {what}" for name, what in differs.items())
@@ -169,17 +163,14 @@ def check_answers(
 
 
 def check_training(items: Sequence[Item], seed: int, share: float) -> None:
-    """Raise Unsupported where too few of the items are for training."""
     count = sum(records.split(item.name, seed, share) == records.SPLITS[0] for item in items)
     if count < LEAST_ITEMS:
-        raise Unsupported(
-            f"{count} of {len(items)} items are for training (share={share}, seed={seed}), and at least {LEAST_ITEMS} "
-            "are needed, some hundreds for a useful predictor: ask more, or raise --share"
-        )
+        found = f"{count} of {len(items)} items are for training (share={share}, seed={seed})"
+        needed = f"at least {LEAST_ITEMS} are needed, some hundreds for a useful predictor"
+        raise Unsupported(f"{found}, and {needed}: ask more, or raise --share")
 
 
 def place(model: Any) -> dict[str, str]:
-    """The device, the dtype and the versions that a model runs with."""
     told = environment(model)
     return {name: str(told[name]) for name in ("device", "dtype", "torch", "transformers", "fastspec", "commit")}
 
@@ -224,10 +215,8 @@ def judge(
     known = {item.name: item for item in items}
     unknown = sorted({record.item for record in read} - set(known))
     if unknown:
-        raise Unsupported(
-            f"{path} has answers to {len(unknown)} items that were not asked now, such as {unknown[0]!r}: give all "
-            "prompt files and tasks, or write to another file"
-        )
+        others = f"{len(unknown)} items that were not asked now, such as {unknown[0]!r}"
+        raise Unsupported(f"{path} has answers to {others}: give all prompt files and tasks, or write to another file")
     found: dict[tuple[str, str], tuple[float, str]] = {}
     if right is not None:
         judged = read_right(right, read, path)
@@ -297,9 +286,8 @@ class Given:
             if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(letters):
                 answer = letters[answer]
             if not isinstance(answer, str) or len(answer) != 1 or answer not in letters:
-                raise Unsupported(
-                    f"item {row.get('id')!r}: `answer` must be a letter of the {len(letters)} `choices`, or a place"
-                )
+                must = f"must be a letter of the {len(letters)} `choices`, or a place"
+                raise Unsupported(f"item {row.get('id')!r}: `answer` {must}")
             return cls("choice", (answer,), tuple(map(str, row["choices"])))
         accepted = answer if isinstance(answer, (list, tuple)) else () if answer is None else (answer,)
         texts = tuple(str(each).strip() for each in accepted if str(each).strip())
@@ -309,11 +297,9 @@ class Given:
 
     @property
     def way(self) -> str:
-        """Way that answers are judged, for people."""
         return {"number": "the number", "text": "the text", "choice": "the letter"}[self.kind] + " in `answer`"
 
     def accepts(self, answer: str) -> bool:
-        """True where an answer is right."""
         if self.kind == "number":
             value = number(answer)
             return value is not None and value == number(self.answers[0])
@@ -347,18 +333,15 @@ def letter(text: str, choices: Sequence[str]) -> str | None:
 
 
 def normalise(text: str) -> str:
-    """Lower case, without punctuation, articles and repeated white space (SQuAD's evaluation script, arXiv
-    1606.05250)."""
+    """Lower case, without punctuation, articles and repeated white space (as SQuAD evaluates, arXiv 1606.05250)."""
     lowered = text.casefold()
     return " ".join(ARTICLES.sub(" ", lowered.translate(PUNCTUATION)).split()) or lowered.strip()
 
 
 def read_right(path: str | Path, answers: Sequence[Record], source: str | Path) -> dict[tuple[str, str], float]:
-    """(item, stage) -> how right its answer is in [0, 1], by JSON lines with `item`, `stage` and `right`.
-
-    `answers` are the records of the file `source`. A line may hold the recorded `answer` too. Raises Unsupported,
-    naming the line, for one of no answer or of another, one that is there twice, and where an answer is not judged.
-    """
+    """(item, stage) -> how right its answer is in [0, 1], by JSON lines with `item`, `stage` and `right`, and perhaps
+    the recorded `answer`; `answers` are the records of the file `source`. Raises Unsupported, naming the line, for one
+    of no answer or of another, one that is there twice, and where an answer is not judged."""
     if not Path(path).exists():
         raise Unsupported(
             f"{path}: no such file. The {len(answers)} answers to judge are in {source}: write a line "

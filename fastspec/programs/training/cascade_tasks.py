@@ -90,10 +90,8 @@ class Tasks:
         manager = TaskManager(include_path=include)
         unknown = [name for name in names if name not in manager.all_tasks and not Path(name).is_file()]
         if unknown:
-            raise Unsupported(
-                f"lm-eval {lm_eval.__version__} has no task {', '.join(unknown)}: `lm-eval ls tasks` lists its own, "
-                "and --include-path names a folder with files of yours"
-            )
+            told = "`lm-eval ls tasks` lists its own, and --include-path names a folder with files of yours"
+            raise Unsupported(f"lm-eval {lm_eval.__version__} has no task {', '.join(unknown)}: {told}")
         try:
             self.loaded = manager.load(list(names))
         except (OSError, ValueError) as error:
@@ -123,10 +121,8 @@ class Tasks:
                 for sample in (each for each in samples if each["filter"] == chosen):
                     value = sample[metric]
                     if not isinstance(value, (bool, int, float)) or not 0 <= value <= 1:
-                        raise Unsupported(
-                            f"lm-eval {task}: {metric},{chosen} of an answer is {value!r}, and must be a number in "
-                            "[0, 1]: choose another, --metric"
-                        )
+                        must = "must be a number in [0, 1]: choose another, --metric"
+                        raise Unsupported(f"lm-eval {task}: {metric},{chosen} of an answer is {value!r}, and {must}")
                     item = answering.asked[task, sample["doc_id"]]
                     found[item.name, stage] = float(value), f"lm-eval {task} ({metric},{chosen})"
         return found
@@ -144,13 +140,11 @@ class Tasks:
         )
 
     def _metric(self, task: str, samples: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-        """The metric of a task and the filter that it is of."""
         pairs = list(dict.fromkeys((metric, each["filter"]) for each in samples for metric in each["metrics"]))
         wanted = [pair for name in self.metrics for pair in pairs if name in (pair[0], ",".join(pair))]
         if self.metrics and not wanted:
-            raise Unsupported(
-                f"lm-eval {task} has no metric {' '.join(self.metrics)}; it has {' '.join(map(','.join, pairs))}"
-            )
+            known = " ".join(map(",".join, pairs))
+            raise Unsupported(f"lm-eval {task} has no metric {' '.join(self.metrics)}; it has {known}")
         metric, chosen = (wanted or pairs)[0]
         if self.loaded["tasks"][task].higher_is_better().get(metric) is False:
             raise Unsupported(f"lm-eval {task}: a lower {metric} is better; choose another metric, --metric")

@@ -117,17 +117,14 @@ class TrainConfig:
             raise ValueError(f"TrainConfig.kind is {self.kind!r}: {BLOCK_HEADS}")
         if self.loss in BLOCK_LOSSES:
             raise ValueError(f"TrainConfig.loss is {self.loss!r}: {BLOCK_HEADS}")
-        self._require(
-            "kind", self.kind in ("eagle3", "eagle", "mtp"), 'accepted are "eagle3", "eagle" (for eagle2 too) and "mtp"'
-        )
+        kinds = 'accepted are "eagle3", "eagle" (for eagle2 too) and "mtp"'
+        self._require("kind", self.kind in ("eagle3", "eagle", "mtp"), kinds)
         given = [name for name in ("taps", "hidden_size", "draft_vocab_size") if getattr(self, name)]
         if self.kind == "mtp" and self.intermediate_size:
             given.append("intermediate_size")
         if self.kind != "eagle3" and given:
-            raise ValueError(
-                f'heads of kind "{self.kind}" take taps, hidden size and vocabulary from the target: leave out '
-                f"{', '.join(given)}"
-            )
+            told = f'heads of kind "{self.kind}" take taps, hidden size and vocabulary from the target'
+            raise ValueError(f"{told}: leave out {', '.join(given)}")
         for name in ("share_lm_head", "norms"):
             if getattr(self, name) and self.kind != "eagle3":
                 raise ValueError(f'{name} belongs to kind "eagle3": leave it out with kind {self.kind!r}')
@@ -142,9 +139,8 @@ class TrainConfig:
         self._require("new_tokens", self.new_tokens < self.max_length, room)
         if self.epochs <= 0 and self.minutes <= 0:
             raise ValueError("set `epochs` or `minutes` above 0: one of them ends the run")
-        self._require(
-            "mixed_precision", self.mixed_precision in ("no", "bf16", "fp16"), 'accepted are "no", "bf16" and "fp16"'
-        )
+        known = "no", "bf16", "fp16"
+        self._require("mixed_precision", self.mixed_precision in known, 'accepted are "no", "bf16" and "fp16"')
         self._require("sampled_share", 0 <= self.sampled_share <= 1, "it must lie between 0 and 1")
 
     def _require(self, name: str, fits: bool, rule: str) -> None:
@@ -153,5 +149,4 @@ class TrainConfig:
 
     @property
     def keeps_features(self) -> bool:
-        """True where the target's features are kept anywhere."""
         return self.keep_features > 0 or self.keep_features_host > 0

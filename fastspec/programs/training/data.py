@@ -62,14 +62,10 @@ class Texts:
             return cls(tokens, lengths, np.unpackbits(z["answer"], count=len(tokens)).astype(bool), greedy)
 
     def save(self, path: str | Path, **more: Any) -> None:
-        """Write a compressed npz: tokens (uint16 where they fit), lengths, answer (bits), greedy, and the arrays of
-        `more`."""
+        """Write a compressed npz: tokens (uint16 where they fit), lengths, answer (bits), greedy, and `more`."""
         small = self.tokens.size == 0 or self.tokens.max() < 2**16
-        arrays: dict[str, Any] = {
-            "tokens": self.tokens.astype(np.uint16 if small else np.int32),
-            "lengths": self.lengths,
-        }
-        np.savez_compressed(path, **arrays, answer=np.packbits(self.answer), greedy=self.greedy, **more)
+        more |= {"tokens": self.tokens.astype(np.uint16 if small else np.int32), "lengths": self.lengths}
+        np.savez_compressed(path, answer=np.packbits(self.answer), greedy=self.greedy, **more)
 
     @property
     def answer_starts(self) -> np.ndarray:
@@ -79,12 +75,10 @@ class Texts:
         return np.minimum(places[np.searchsorted(places, offsets[:-1])], offsets[1:]) - offsets[:-1]
 
     def text(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, answer mask) of one conversation."""
         start = int(self.lengths[:index].sum())
         return self.tokens[start : start + self.lengths[index]], self.answer[start : start + self.lengths[index]]
 
     def select(self, keep: np.ndarray) -> Texts:
-        """The conversations whose entry in `keep` (bool) is True."""
         flat = np.repeat(keep, self.lengths)
         return Texts(self.tokens[flat], self.lengths[keep], self.answer[flat], self.greedy[keep])
 
@@ -135,11 +129,9 @@ def coverage_of(texts: Texts, vocabulary: Tensor) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TextBatch:
-    """ids [B, T] int64, right-padded with 0, and where [M], the flat positions b * T + u (u >= 1) that carry a loss.
-
-    Position u carries one when token u + 1 is of an answer: there the target's distribution is that of an answer.
-    `texts` [B] are the rows' places in the texts. No position u < `first` carries a loss in any row.
-    """
+    """ids [B, T] int64, right-padded with 0, and where [M], the flat positions b * T + u (u >= 1) that carry a loss:
+    those where token u + 1 is of an answer. `texts` [B] are the rows' places in the texts. No position u < `first`
+    carries a loss in any row."""
 
     ids: Tensor
     where: Tensor
@@ -216,12 +208,10 @@ class TimeLimit:
     began: float = field(default_factory=time.perf_counter)
 
     def left(self) -> float:
-        """Seconds left."""
         return self.began + 60 * self.minutes - time.perf_counter() if self.minutes > 0 else float("inf")
 
     def need(self, seconds: float) -> None:
-        """Raise `OutOfTime` where less is left; the first half of the time is open to work of any length, so that all
-        of it gets done."""
+        """Raise `OutOfTime` where less is left; the first half of the time is open to work of any length."""
         if self.left() < min(max(0.0, seconds), 30 * self.minutes):
             raise OutOfTime
 
@@ -238,10 +228,8 @@ class Shards:
         return self.folder / f"shard_{number:05d}.npz"
 
     def get(self, number: int, seed: Sequence[int], make: MakeTexts) -> tuple[Texts, dict[str, np.ndarray]]:
-        """The texts of one shard and the arrays saved beside them: read, or made by `make` under `seed`.
-
-        Raises `OutOfTime` rather than start a shard that would not be done in time, going by the slowest one so far.
-        """
+        """The texts of one shard and the arrays saved beside them: read, or made by `make` under `seed`. Raises
+        `OutOfTime` rather than start a shard that would not be done in time, going by the slowest one so far."""
         path = self.path(number)
         if not path.exists():
             self.clock.need(max(self.seconds, default=0.0))

@@ -70,13 +70,13 @@ def train(
     target = freeze(target)
     if (began := opened(config, target)) is not None:  # what is wrong with it is told before the target answers
         with_sizes_of(config, began)
-    report = report or (_print if config.progress else _ignore)
-    report = report if accelerator.is_main_process else _ignore
-    material = _shared(accelerator, lambda: prepare(config, target, tokenizer, clock, report))
+    told = report or (_print if config.progress else None)
+    shown: Report = told if told is not None and accelerator.is_main_process else lambda row: None
+    material = _shared(accelerator, lambda: prepare(config, target, tokenizer, clock, shown))
     if material is None:
         return None
     trainer = Trainer(config, target, *material, accelerator)
-    trainer.run(clock.left(), report, tick if accelerator.is_main_process else None)
+    trainer.run(clock.left(), shown, tick if accelerator.is_main_process else None)
     if trainer.progress.done(config) < 1:
         return None
     trainer.finish()
@@ -84,8 +84,7 @@ def train(
 
 
 def _use(device: str | None) -> str | None:
-    """The named device, current from here on. Raises Unsupported for one that is not there, and for one GPU by its
-    number where several processes train."""
+    """The named device, current from here on. Raises Unsupported for one GPU where several processes train."""
     if device is None:
         return None
     processes = int(os.environ.get("WORLD_SIZE", 1))
@@ -173,7 +172,3 @@ def _read_answers(path: Path, rows: list[Row], tokenizer: Any) -> Texts:
 def _print(row: dict[str, Any]) -> None:
     if "answered" not in row:  # one for every batch: for a bar, not for a log
         print(json.dumps(row), flush=True)
-
-
-def _ignore(row: dict[str, Any]) -> None:
-    pass

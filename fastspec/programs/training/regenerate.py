@@ -57,11 +57,9 @@ def answer_prompts(
     greedy: bool = False,
     tell: Callable[[int, int], None] = lambda done, of: None,
 ) -> Texts:
-    """The target's answers to `rows`, as texts; shards are kept in `folder` and not made twice.
-
-    A share `config.sampled_share` is sampled (temperature, top-p), the rest greedy; with `greedy` all are. `tell` is
-    given the rows that are answered, and how many they will be. Raises `OutOfTime` where `clock` ends.
-    """
+    """The target's answers to `rows`, as texts; shards are kept in `folder` and not made twice. A share
+    `config.sampled_share` is sampled, the rest greedy; with `greedy` all are. `tell` is given the rows that are
+    answered, and of how many. Raises `OutOfTime` where `clock` ends."""
     shards, parts, share = Shards(folder, clock), [], 0.0 if greedy else config.sampled_share
     with ExitStack() as stack:
 
@@ -69,8 +67,8 @@ def answer_prompts(
             stack.enter_context(answering(target, config.max_length))
             sampled = np.random.default_rng((config.seed, start)).random(len(chosen)) < share
             encoded = encode_prompts(tokenizer, chosen)
-            done = lambda count: tell(start + count, len(rows))  # noqa: E731
-            return answer(target, encoded, sampled, config, ends, tell=done), {}
+            told = {"tell": lambda count: tell(start + count, len(rows))}
+            return answer(target, encoded, sampled, config, ends, **told), {}
 
         for number, start in enumerate(range(0, len(rows), config.shard_texts)):
             chosen = rows[start : start + config.shard_texts]
@@ -88,12 +86,11 @@ def answer(
     *,
     tell: Callable[[int], None] = lambda count: None,
 ) -> Texts:
-    """Answer tokenised prompts, in their order; prompts longer than `config.max_length - new_tokens` get an empty
-    answer.
+    """Answer tokenised prompts, in their order; those longer than `config.max_length - new_tokens` get an empty answer.
 
-    `sampled` [N] says which are sampled rather than greedy; an answer stops after one of `ends`, or at
-    `config.new_tokens`. `tell` is given the number of prompts that are answered, after every call. Raises Unsupported
-    for a target that cannot be patched, for which a head could not draft.
+    `sampled` [N] says which are sampled, not greedy; an answer stops after one of `ends`, or at `config.new_tokens`.
+    `tell` is given the number of answered prompts after every call. Raises Unsupported for a target that cannot be
+    patched.
     """
     room = config.max_length - config.new_tokens
     order = sorted((i for i in range(len(prompts)) if 0 < len(prompts[i]) <= room), key=lambda i: -len(prompts[i]))
@@ -158,12 +155,9 @@ def _rows(target: Any, length: int) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class Enlarger:
-    """Maker of the added texts. `rows` are the prompts that follow-up questions are taken from, `ends` the target's end
-    tokens.
-
-    Shards are kept in `config.output`/enlarge and not made twice. Of `config.enlarge_minutes` every kind may use an
-    equal share and what the kinds before it left over, over all calls.
-    """
+    """Maker of the added texts; `rows` are the prompts that follow-up questions are taken from. Shards are kept in
+    `config.output`/enlarge and not made twice. Of `config.enlarge_minutes` every kind may use an equal share and what
+    the kinds before it left over, over all calls."""
 
     target: Any
     tokenizer: Any
@@ -175,8 +169,7 @@ class Enlarger:
     patches: ExitStack = field(default_factory=ExitStack, init=False)
 
     def run(self, texts: Texts) -> Texts:
-        """`texts` and what `config.continue_cut`, `second_answers` and `follow_ups` add to them; raises `OutOfTime`
-        with the clock."""
+        """`texts` and what the switches of `config` add to them; raises `OutOfTime` with the clock."""
         kinds = [kind for kind in ENLARGEMENTS if getattr(self.config, kind)]
         keep, parts, spent = np.ones(len(texts), dtype=bool), [], 0.0
         with ExitStack() as self.patches:
@@ -192,8 +185,7 @@ class Enlarger:
     def _kind(
         self, kind: str, texts: Texts, spent: float, bound: float
     ) -> tuple[list[tuple[Texts, np.ndarray]], float]:
-        """The shards of one kind, as (texts, index of the text that each came from), and the seconds spent so far, at
-        most `bound` give or take half a shard."""
+        """The shards of one kind, as (texts, places of the texts that they came from), and the seconds spent so far."""
         config, number = self.config, ENLARGEMENTS.index(kind)
         order = np.random.default_rng((config.seed, number)).permutation(candidates(kind, texts, self.ends))
         shards = Shards(Path(config.output) / "enlarge" / kind, self.clock)
@@ -215,8 +207,7 @@ class Enlarger:
     def _shard(
         self, kind: str, texts: Texts, chosen: np.ndarray, rng: np.random.Generator
     ) -> tuple[Texts, dict[str, Any]]:
-        """One shard of texts that the target went on with, and beside them `origin` and `made`, the number of new
-        tokens."""
+        """One shard of texts that the target went on with, their `origin`, and `made`, the number of new tokens."""
         self.patches.enter_context(answering(self.target, self.config.max_length))
         given, sampled = self._material(kind, [texts.text(i) for i in chosen], texts.greedy[chosen], rng)
         found = answer(self.target, [tokens for tokens, _ in given], sampled, self.config, self.ends)
@@ -245,8 +236,7 @@ class Enlarger:
 
 
 def candidates(kind: str, texts: Texts, ends: Sequence[int]) -> np.ndarray:
-    """Indices of the texts that one kind of enlargement can go on from; an answer is cut when the text stops in it
-    without an end token."""
+    """Indices of the texts that one kind of enlargement can go on from; a cut answer has no end token."""
     filled = texts.lengths > 0
     last = texts.offsets[1:][filled] - 1
     stops = np.zeros(len(texts), dtype=bool)
@@ -261,15 +251,11 @@ def follow_up(tokenizer: Any, question: str, ends: Sequence[int]) -> list[int]:
     """The chat template's tokens between an answer's end token and the next answer, with `question` as the user's turn.
     Raises `Unsupported` without a template, and for one that does not close an answer with one of `ends`."""
     if getattr(tokenizer, "chat_template", None) is None:
-        raise Unsupported(
-            "follow_ups writes its turns with the tokenizer's chat template, and this tokenizer has none: leave it out"
-        )
+        raise Unsupported("follow_ups writes turns by the chat template, and this tokenizer has none: leave it out")
     talk = [{"role": role, "content": text} for role, text in zip(ROLES, (".", MARK, question), strict=True)]
     closing = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False).partition(MARK)[2]
     ids = list(tokenizer(closing, add_special_tokens=False)["input_ids"])
     if not ids or ids[0] not in ends:
-        raise Unsupported(
-            f"the chat template puts {closing[:20]!r} after an answer, which is none of the target's end tokens "
-            f"{list(ends)}: follow_ups cannot join turns, leave it out"
-        )
+        told = f"puts {closing[:20]!r} after an answer, which is none of the target's end tokens {list(ends)}"
+        raise Unsupported(f"the chat template {told}: follow_ups cannot join turns, leave it out")
     return ids[1:]

@@ -64,9 +64,7 @@ def checkpoint_tensors(head: EagleHead) -> dict[str, torch.Tensor]:
             f"norms or neither; this head is {c}"
         )
     if c.last_tap_before_norm:
-        raise ValueError(
-            "a run trains on hidden_states, whose last one is after the target's final norm; this head reads it before"
-        )
+        raise ValueError("a run trains on hidden_states, the last one after the final norm; this head reads it before")
     if c.norm_before_residual:
         raise ValueError("the original EAGLE-3 format has no norm_before_residual")
     named = {name.replace("layers.0.", "midlayer.") if eagle3 else name: x for name, x in head.state_dict().items()}
@@ -80,8 +78,7 @@ def checkpoint_tensors(head: EagleHead) -> dict[str, torch.Tensor]:
 
 
 def with_own_lm_head(head: EagleHead) -> EagleHead:
-    """Copy of a bound head with an LM head of its own, for other programs; the head itself unless it has the target's
-    rows."""
+    """Copy of a bound head with an LM head of its own, or itself unless it has the target's rows."""
     if not head.config.target_rows:
         return head
     with torch.device("meta"):
@@ -92,8 +89,7 @@ def with_own_lm_head(head: EagleHead) -> EagleHead:
 
 
 def save_head(head: EagleHead | MtpHead, directory: str | Path, card: str) -> None:
-    """Write model.safetensors, config.json (of EAGLE heads) and README.md (the text `card`) into `directory`, which is
-    made if missing."""
+    """Write model.safetensors, config.json (of EAGLE heads) and README.md (`card`) into `directory`, which is made."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / "model.safetensors.part"
@@ -115,8 +111,7 @@ def model_card(
     texts: int,
     validation: dict[str, Any] | None,
 ) -> str:
-    """README.md of a head, a model card: what it belongs to, how it was trained, how to use it. The licence is its
-    maker's to add."""
+    """Model card of a head: what it belongs to, how it was trained and is used. Its maker adds the licence."""
     name = Path(config.target).name if Path(config.target).exists() else config.target
     if head.kind == "eagle3":
         kind, assistant, taps = "EAGLE-3", "eagle3", f"taps (`hidden_states`) | {', '.join(map(str, head.taps))}"

@@ -27,8 +27,7 @@ RIDGE = 0.01
 def started(
     config: TrainConfig, target: Any, vocabulary: Tensor, first: Iterable[TextBatch] | None
 ) -> EagleHead | MtpHead:
-    """A head made of the target's parts and bound to it. `first` are batches that an EAGLE-1/2 head starts from, None
-    for a head whose weights are loaded next."""
+    """A head made of the target's parts and bound to it; an EAGLE-1/2 head starts from `first`, batches, if any."""
     if config.kind == "mtp":
         return _trainable(new_mtp(target))
     head = EagleHead(head_for(config, target, len(vocabulary)))
@@ -41,16 +40,13 @@ def started(
 
 
 def head_for(config: TrainConfig, target: Any, draft_vocab_size: int) -> HeadConfig:
-    """A head with the target's attention shape; for EAGLE-3, empty `taps` mean hidden_states[2], [L // 2] and [L - 3],
-    as published."""
+    """A head with the target's attention shape; empty `taps` mean hidden_states[2], [L // 2], [L - 3], as published."""
     c, taps, eagle3 = target.config.get_text_config(), config.taps, config.kind == "eagle3"
     heads, layers, width = c.num_attention_heads, c.num_hidden_layers, config.hidden_size or c.hidden_size
     read = target.get_output_embeddings().weight.shape[1]
     if config.share_lm_head and not width == c.hidden_size == read:
-        raise Unsupported(
-            f"share_lm_head needs one width: the target's states are {c.hidden_size} wide, its LM head reads {read}, "
-            f"and the head is to be {width}"
-        )
+        given = f"the target's states are {c.hidden_size} wide, its LM head reads {read}, and the head is to be {width}"
+        raise Unsupported(f"share_lm_head needs one width: {given}")
     theta = (getattr(c, "rope_parameters", None) or {}).get("rope_theta", getattr(c, "rope_theta", 10000.0))
     if eagle3 and not taps:
         taps = tuple(sorted({min(2, layers), layers // 2, max(1, layers - 3)}))
@@ -77,11 +73,8 @@ def head_for(config: TrainConfig, target: Any, draft_vocab_size: int) -> HeadCon
 
 @torch.no_grad()
 def start_from_target(head: EagleHead, target: Any, vocabulary: Tensor) -> None:
-    """Start an EAGLE-3 head from the target's own parts.
-
-    LM head and final norm are the target's, the norm times SOFTEN; `fc` passes the highest tap through; attention and
-    feed-forward begin near zero. Only where the widths agree: otherwise all matrices start at random.
-    """
+    """Start an EAGLE-3 head from the target's own parts: its LM head, its final norm times SOFTEN; `fc` passes the
+    highest tap through; attention and feed-forward begin near zero. Where widths do not agree, matrices are random."""
     c = head.config
     head.d2t.copy_(vocabulary - torch.arange(len(vocabulary)))
     _random(head)
@@ -102,11 +95,8 @@ def start_from_target(head: EagleHead, target: Any, vocabulary: Tensor) -> None:
 
 @torch.no_grad()
 def start_from_features(head: EagleHead, target: Any, texts: Iterable[TextBatch]) -> None:
-    """Start an EAGLE-1/2 head as the best linear guess of the next feature, from a few batches.
-
-    `fc` solves the least squares of a position's feature on its token's embedding and the feature before, over the
-    positions with a loss; attention and feed-forward begin near zero.
-    """
+    """Start an EAGLE-1/2 head as the best linear guess of the next feature: `fc` solves the least squares of a feature
+    on its token's embedding and the feature before; attention and feed-forward begin near zero."""
     _random(head)
     base, embed = decoder(target), target.get_input_embeddings()
     square = cross = torch.zeros((), dtype=torch.float64, device=embed.weight.device)
@@ -133,11 +123,9 @@ def _trainable(head: MtpHead) -> MtpHead:
 
 
 def opened(config: TrainConfig, target: Any) -> EagleHead | MtpHead | None:
-    """The head that `config.start_from` names, in fp32 and bound to the target; None where a run starts afresh.
-
-    Raises `Unsupported` for a head of another kind, and for one that the formats a run writes cannot hold;
-    CheckpointError for what cannot be read or does not fit the target.
-    """
+    """The head that `config.start_from` names, in fp32 and bound to the target; None where a run starts afresh. Raises
+    `Unsupported` for a head of another kind, and for one that the formats a run writes cannot hold; CheckpointError
+    for what cannot be read or does not fit the target."""
     if not config.start_from:
         return None
     if config.kind == "mtp":
@@ -156,8 +144,7 @@ def opened(config: TrainConfig, target: Any) -> EagleHead | MtpHead | None:
 
 
 def with_sizes_of(config: TrainConfig, head: EagleHead | MtpHead) -> TrainConfig:
-    """The settings of a run with the sizes of the head that it goes on from. Raises `Unsupported` for sizes that were
-    given otherwise."""
+    """The settings of a run with the sizes of the head that it goes on from. Raises `Unsupported` for others."""
     c = head.config
     if c.kind == "mtp":
         return config

@@ -39,7 +39,6 @@ def freeze(target: Any) -> Any:
 
 
 def decoder(target: Any) -> Any:
-    """The target without its LM head."""
     if hasattr(target, "get_decoder"):
         return stack_of(target.get_decoder())
     return getattr(target, target.base_model_prefix)
@@ -90,8 +89,7 @@ class TargetReader:
 
     @torch.no_grad()
     def judged(self, states: Tensor, known: tuple[Tensor, Tensor] | None = None) -> TeacherLogits:
-        """Reduced logits of states [M, H]. `known` are `whole` and `best` of before, which spare the logits outside the
-        draft vocabulary."""
+        """Reduced logits of states [M, H]; `known` `whole` and `best` spare those outside the draft vocabulary."""
         size = self.lm_head.weight.shape[0]
         parts = []
         for start in range(0, len(states), self.chunk):
@@ -121,15 +119,14 @@ class TargetReader:
         return F.linear(rows, *self._rows)
 
     def teacher(self, features: Tensor, where: Tensor, judged: TeacherLogits) -> Teacher:
-        """The teacher of a batch, from its features and reduced logits."""
         best = self.draft_id[judged.best]
         return Teacher(features=features, where=where, probs=judged.probs, inside=judged.inside, best=best)
 
 
 class Shelf(NamedTuple):
-    """Contents of one memory, of texts of so many tokens with J loss positions (as in `TextBatch`): the features that
-    the head reads [tokens, F], the states that the LM head reads [J, H], and of its logits the log-sum-exp [J] and the
-    most likely token [J]. Distributions over the draft vocabulary are computed from the states anew."""
+    """Contents of one memory, of texts with J loss positions (as in `TextBatch`): the features that the head reads
+    [tokens, F], the states that the LM head reads [J, H], and of its logits the log-sum-exp [J] and the most likely
+    token [J]. Distributions over the draft vocabulary are computed from the states anew."""
 
     features: Tensor
     states: Tensor
@@ -139,12 +136,9 @@ class Shelf(NamedTuple):
 
 class KeptFeatures:
     """Reader of teachers that keeps the features of `mine` (places in `texts`): as many as fit `gib` GiB of the
-    target's device, and of the rest as many as fit `host_gib` GiB of the host, page-locked on CUDA.
-
-    `place` [N] int8 says where each is kept (`NOWHERE`, `DEVICE`, `HOST`). A batch of one memory whose texts were read
-    before comes from there, any other from the target. Raises `Unsupported` where no text fits, and where there is less
-    memory.
-    """
+    target's device, and of the rest as many as fit `host_gib` GiB of the host, page-locked on CUDA; `place` [N] int8
+    says where. A batch of one memory whose texts were read before comes from there, any other from the target. Raises
+    `Unsupported` where no text fits, and where there is less memory."""
 
     def __init__(self, reader: TargetReader, texts: Texts, gib: float, mine: np.ndarray, host_gib: float = 0.0) -> None:
         self.reader = reader
@@ -230,7 +224,7 @@ class KeptFeatures:
         self.read_before[texts[new]] = True
 
     def _parts(self, texts: np.ndarray, rows: Sequence[int], batch: Sequence[Tensor]) -> list[Tensor]:
-        """Of some rows of a batch what a shelf has of each."""
+        """The parts of some rows of a batch, as a shelf has them."""
         bounds, (features, *others) = _bounds(self.judged[texts]), batch
         found = []
         for row in rows:
@@ -239,7 +233,6 @@ class KeptFeatures:
         return found
 
     def _kept(self, text: int) -> list[Tensor]:
-        """The parts of its shelf that a text has."""
         features, *others = self.shelves[self.place[text]]
         first, begins = self.first[text], self.first_judged[text]
         kept = [part[begins : begins + self.judged[text]] for part in others]
@@ -259,8 +252,7 @@ def _host_room() -> float:
 
 
 def _lock(part: Tensor) -> None:
-    """Page-lock a tensor of the host, for as long as it lives. torch's own allocator would round it up to a power of
-    two."""
+    """Page-lock a tensor of the host, for as long as it lives. torch would round its size up to a power of two."""
     if not part.numel():
         return
     part.zero_()  # pages come into being here, by all threads

@@ -16,16 +16,9 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast, gather
 
 from fastspec.errors import Unsupported
+from fastspec.programs.training import data
 from fastspec.programs.training.config import TrainConfig
-from fastspec.programs.training.data import (
-    TextBatch,
-    Texts,
-    batches,
-    coverage_of,
-    differing,
-    draft_vocabulary,
-    plan_batches,
-)
+from fastspec.programs.training.data import TextBatch, Texts, batches, plan_batches
 from fastspec.programs.training.save import model_card, save_head
 from fastspec.programs.training.start import draft_vocabulary_of, opened, started, with_sizes_of
 from fastspec.programs.training.target import DEVICE, HOST, NOWHERE, KeptFeatures, TargetReader
@@ -96,10 +89,10 @@ class Trainer:
         state = self._stored()
         if state is None and began is not None:
             vocabulary = draft_vocabulary_of(began)
-            self.coverage = coverage_of(self.texts, vocabulary)
+            self.coverage = data.coverage_of(self.texts, vocabulary)
         elif state is None:
             size = config.draft_vocab_size or (DRAFT_VOCABULARY if config.kind == "eagle3" else vocab)
-            vocabulary, self.coverage = draft_vocabulary(self.texts, min(size, vocab), vocab)
+            vocabulary, self.coverage = data.draft_vocabulary(self.texts, min(size, vocab), vocab)
         else:
             vocabulary, self.coverage = state["vocabulary"].cpu(), state["coverage"]
         torch.manual_seed(config.seed)
@@ -137,7 +130,7 @@ class Trainer:
         default = {each.name: each.default for each in fields(TrainConfig)}
         begun = default | state["identity"]  # an older run lacks newer settings, and may hold "" or 0 for these two
         begun |= {name: default[name] for name in ("loss", "decay") if not begun[name]}
-        if was := differing(begun, self.identity):
+        if was := data.differing(begun, self.identity):
             ways = "go on with the same, choose another output folder, or set resume=False"
             raise Unsupported(f"the run in {self.folder} has {was}: {ways}")
         return state
@@ -146,9 +139,8 @@ class Trainer:
         rng = np.random.default_rng((self.config.seed, epoch))
         if self.features is not None:
             return self._own_groups(self.features.place, rng)
-        groups = plan_batches(
-            self.texts.lengths, self.config.batch_tokens, self.config.length_multiple, rng, self.starts
-        )
+        config = self.config
+        groups = plan_batches(self.texts.lengths, config.batch_tokens, config.length_multiple, rng, self.starts)
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
         return groups[: max(1, len(groups) // world) * world][rank::world] or groups
 
@@ -168,8 +160,7 @@ class Trainer:
         return kept
 
     def _own_groups(self, place: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-        """Batches of this process's texts, each of one memory or of texts that the target reads; as many in every
-        process."""
+        """Batches of this process's texts, each of one memory or none; as many in every process."""
         tokens, multiple, lengths = self.config.batch_tokens, self.config.length_multiple, self.texts.lengths
         mine = np.arange(len(lengths)) % self.accelerator.num_processes == self.accelerator.process_index
         groups: list[np.ndarray] = []
@@ -276,8 +267,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> dict[str, Any]:
-        """Mean tokens of a round of a chain of drafts (bonus counted), `top1`, teacher-forced on held-out answers, and
-        the `accuracy` at each depth."""
+        """`top1`: mean tokens of a round of a chain (bonus counted), teacher-forced; and the `accuracy` by depth."""
         steps, device, total = self.config.ttt_steps, self.head.fc.weight.device, 0
         texts = self.heldout.select(np.arange(len(self.heldout)) < self.config.heldout_texts)
         unrolled = TrainingTimeTest(self.head, steps, 1.0)

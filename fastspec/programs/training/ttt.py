@@ -45,12 +45,6 @@ class Teacher:
     best: Tensor
 
 
-def feature_loss(states: Tensor, features: Tensor, weight: Tensor) -> Tensor:
-    """Sum over rows of weight * mean smooth L1 distance; the head's states and the target's features [M, H], weight
-    [M]."""
-    return (F.smooth_l1_loss(states.float(), features.float(), reduction="none").mean(-1) * weight).sum()
-
-
 class TrainingTimeTest(nn.Module):
     """Head with its unrolled loss, as one module so that data-parallel wrappers see one forward. To `loss`, a name of
     `LOSSES`, EAGLE-1/2 heads add FEATURE_LOSS times the distance from the features that their states stand for."""
@@ -94,7 +88,8 @@ class TrainingTimeTest(nn.Module):
             used = weight * inside
             loss = self.loss(logits, teacher.probs, teacher.inside, used) / used.sum().clamp(min=1)
             if goal is not None:
-                loss = loss + FEATURE_LOSS * feature_loss(states, goal, used) / used.sum().clamp(min=1)
+                apart = F.smooth_l1_loss(states.float(), goal.float(), reduction="none").mean(-1)
+                loss = loss + FEATURE_LOSS * (apart * used).sum() / used.sum().clamp(min=1)
             total = total + self.decay**step * loss
             losses.append(loss.detach())
             with torch.no_grad():
@@ -104,10 +99,8 @@ class TrainingTimeTest(nn.Module):
 
 def chain_lengths(hits: Tensor, where: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Acceptance of a chain from every drafting position, teacher-forced: (counts [steps] of positions whose first i +
-    1 drafts all hit, number of positions). hits [steps, M] as `TrainingTimeTest` returns them; shape (B, T).
-
-    The i-th draft of a chain from row t is judged at position t + 1 + i; past the answer's end it counts as missed.
-    """
+    1 drafts all hit, number of positions). hits [steps, M] as `TrainingTimeTest` returns them; shape (B, T). The i-th
+    draft from row t is judged at position t + 1 + i; past the answer's end it counts as missed."""
     rows = where - 1
     alive = torch.ones_like(rows, dtype=torch.bool)
     counts = []
@@ -156,11 +149,7 @@ HYBRID_FALL = 3.0
 
 
 def row_losses(loss: str, logits: Tensor, probs: Tensor, inside: Tensor) -> Tensor:
-    """The loss of each row [M] fp32, by its name in `LOSSES`.
-
-    logits [M, V_d]; probs [M, V_d] the target's distribution, renormalised over the draft vocabulary, and inside [M]
-    its share of the whole.
-    """
+    """The loss of each row [M] fp32, by its name in `LOSSES`; logits [M, V_d], probs and inside as in `Teacher`."""
     wide = logits.float()
     whole = wide.logsumexp(-1)
     if loss == "kl":

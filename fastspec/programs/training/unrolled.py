@@ -75,15 +75,11 @@ class _CausalPlusDiagonals(torch.autograd.Function):
             for (k, v, causal), extra in zip(_blocks(q, kv), ctx.extras, strict=True)
         ]
         dq = found[0][0] if len(found) == 1 else found[0][0].float() + found[1][0]
-        result = [
-            torch.cat([each[side] for each in reversed(found)], 1) if len(found) > 1 else found[0][side]
-            for side in (1, 2)
-        ]
+        sides = [[each[side] for each in reversed(found)] for side in (1, 2)]
+        result = [torch.cat(each, 1) if len(each) > 1 else each[0] for each in sides]
         if len(kv) > 2:
-            keys, values = _stacked(kv)
-            dq, dk, dv = ctx.diagonals.gradients(
-                *(_grouped(each, kv) for each in (q, grad, out, dq)), keys, values, probs
-            )
+            grouped = (_grouped(each, kv) for each in (q, grad, out, dq))
+            dq, dk, dv = ctx.diagonals.gradients(*grouped, *_stacked(kv), probs)
             dq, pairs = dq.view(q.shape), zip(dk.unbind(1), dv.unbind(1), strict=True)
             result += [each.view(kv[2].shape) for pair in pairs for each in pair]
         return None, dq.to(q.dtype), *result
