@@ -33,7 +33,7 @@ lint: $(VENV)/.test  ## ruff's layout and rules, mypy, and the words of the page
 	$(BIN)/mypy
 	$(BIN)/python tests/prose.py
 
-test-slow: $(VENV)/.test  ## the tests that take minutes, and property tests with ten times the examples
+test-slow: $(VENV)/.test  ## the tests that take minutes, and property tests with 17 times the examples
 	$(BIN)/python -m pytest --hypothesis-profile=deep -m "(slow or hypothesis) and not gpu" $(ARGS)
 
 test-gpu: $(VENV)/.test  ## the tests that need a CUDA device

@@ -3,6 +3,7 @@ worker."""
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import shutil
@@ -24,6 +25,7 @@ import torch
 from helpers.examples import register
 from helpers.pairwise import left_out
 
+gc.disable()  # until all is collected: what modules make stays
 register()
 
 if not torch.cuda.is_available():
@@ -46,11 +48,10 @@ def pytest_unconfigure():
 def pytest_collection_finish():
     """What is imported by now stays: garbage collections need not look at it, and of what tests leave there is little
     to find."""
-    import gc
-
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

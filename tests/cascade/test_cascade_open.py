@@ -131,7 +131,7 @@ def test_what_a_stage_keeps_of_an_answer_is_what_generate_keeps(
 ) -> None:
     over = {name: options.pop(name) for name in ("sliding_window",) if name in options}
     large = agreeing(kind, assistant, **over)
-    visits = [visit for each in soak(large, 16, **options) for visit in each.visits if visit.handed_tokens]
+    visits = [visit for each in soak(large, 10, **options) for visit in each.visits if visit.handed_tokens]
     assert any(0 < visit.kept_tokens < visit.handed_tokens for visit in visits)
     assert any(visit.kept_tokens == visit.handed_tokens for visit in visits)
 

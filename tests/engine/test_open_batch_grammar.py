@@ -33,8 +33,18 @@ def asked(number: int) -> dict[str, Any]:
     return {"max_new_tokens": 24, "eos_token_id": END, **held, **how}
 
 
-@pytest.mark.parametrize("device", ["cpu", "captured", pytest.param("cuda", marks=ON_CUDA)])
-@pytest.mark.parametrize("assistant", ["autoregressive", "nasd", TREE], ids=str)
+@pytest.mark.parametrize(
+    ("assistant", "device"),
+    [
+        ("autoregressive", "captured"),
+        ("nasd", "captured"),
+        (TREE, "captured"),
+        (TREE, "cpu"),
+        *(pytest.param(each, "cpu", marks=pytest.mark.slow) for each in ("autoregressive", "nasd")),
+        *(pytest.param(each, "cuda", marks=ON_CUDA) for each in ("autoregressive", "nasd", TREE)),
+    ],
+    ids=str,
+)
 def test_rows_with_and_without_grammars_answer_as_by_themselves(
     assistant: Any, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,10 +109,10 @@ def test_every_prompt_is_answered_by_its_own_settings_as_alone(
     with fastspec.continuous(model, assistant, rows=3, max_length=64, prefill_chunk=4) as batch:
         asked = [batch.submit(each, **{**common, **given}) for each, given in zip(ids, settings, strict=True)]
         assert told(asked) == want
-        again = [batch.submit(ids[at], **{**common, **settings[at]}) for at in reversed(range(len(ids)))]
-        assert told(again) == want[::-1]
+        again = [batch.submit(ids[at], **{**common, **settings[at]}) for at in reversed(range(5))]
+        assert told(again) == want[4::-1]
         assert told([batch.submit(ids[0], **{**common, **settings[0]})]) == want[:1]
-        assert 0 < batch.stats.accepted < batch.stats.drafted and batch.stats.joined == 2 * len(ids) + 1
+        assert 0 < batch.stats.accepted < batch.stats.drafted and batch.stats.joined == len(ids) + 6
     assert batch.running == batch.waiting == 0
 
 
@@ -269,7 +269,7 @@ def test_drafts_of_the_same_model_are_all_accepted(name: str) -> None:
     with fastspec.continuous(model, assistant, rows=3, max_length=120) as batch:
         futures = []
         for place, (each, streamer) in enumerate(zip(ids, heard, strict=True)):
-            options = {"max_new_tokens": 20 + 9 * (place % 5), **GREEDY}
+            options = {"max_new_tokens": 12 + 5 * (place % 5), **GREEDY}
             futures.append(batch.submit(each, streamer=streamer, **options))
             if name != "token":
                 futures.append(batch.submit(each, drafts=False, **{**options, "max_new_tokens": 7 + place}))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -164,6 +165,9 @@ def remember_builtins() -> None:
         core.block_type.__init__ = begun_blocks(core.block_type.__init__)
         if takes(vars(TritonSemantic).get("broadcast_impl_value"), "self", "lhs", "rhs"):
             TritonSemantic.broadcast_impl_value = broadcast(TritonSemantic.broadcast_impl_value)
+    builder = held.get("interpreter_builder")
+    if not builder.options.debug:  # whether numbers overflow is worked out all the same, and then not asserted
+        builder.options = replace(builder.options, sanitize_overflow=False)
     if takes(vars(TritonSemantic).get("cast"), "self", "input", "dst_ty", "fp_downcast_rounding"):
         TritonSemantic.cast = cast(TritonSemantic.cast)
     if takes(core.tuple.__eq__, "self", "other"):

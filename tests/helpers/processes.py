@@ -36,3 +36,8 @@ def spawn(work: Callable[..., None], args: tuple[Any, ...], count: int) -> None:
     """
     forks()
     multiprocessing.start_processes(work, args=args, nprocs=count, start_method="forkserver")
+
+
+def execute(rank: int, code: str) -> None:
+    """Run Python code, as `work` of a `spawn`."""
+    exec(code, {})

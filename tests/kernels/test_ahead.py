@@ -19,6 +19,7 @@ import torch
 from helpers.captured import Looked, stand_in
 from helpers.generate import prompts, shallow_model
 from helpers.models import tiny_head, tiny_model
+from helpers.processes import execute, spawn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import fastspec
@@ -173,11 +174,9 @@ def look():
     with torch.no_grad():
         ahead._look(lambda: (x[1:3].add_(1) @ y).sum(), ahead.Collector())
     return [weakref.ref(each) for each in (x, y)]
-print([found() is None for found in look()])
+assert all(found() is None for found in look())
 """
-    environment = os.environ | {"PYTHONPATH": str(SCRIPT.parents[1])}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert done.stdout == "[True, True]\n", done.stderr
+    spawn(execute, (code,), 1)
 
 
 @pytest.mark.parametrize("inferring", [False, True])
@@ -282,24 +281,21 @@ def test_the_number_of_processes_is_a_setting(given, wanted, monkeypatch):
 def test_a_triton_without_its_private_parts_compiles_at_the_first_launch():
     """The backend is made all the same, and a program is not looked at; in a process of its own, for the imports."""
     code = """
-import warnings
+import sys, warnings
 import torch
 from triton.runtime import _async_compile
+assert "fastspec.kernels.ahead" not in sys.modules
 del _async_compile.active_mode
 from fastspec.kernels import ahead
-from fastspec.kernels.quantised import reference
-from fastspec.kernels.quantised.conversions import pair_table
 from fastspec.patches.backends import triton_ops
-print(triton_ops().name)
+assert triton_ops().name == "triton"
 with warnings.catch_warnings(record=True) as told:
-    print(ahead.compile_ahead(lambda: print("looked at"), print), ahead.compile_ahead(print, print))
-print(*(str(each.message) for each in told))
+    looked = lambda: sys.exit("looked at")
+    assert ahead.compile_ahead(looked, print) == ahead.compile_ahead(looked, print) == 0
+[message] = [str(each.message) for each in told]
+assert "at their first launch" in message and "_async_compile" in message, message
 """
-    environment = os.environ | {"PYTHONPATH": str(SCRIPT.parents[1])}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    name, compiled, *told = done.stdout.splitlines()
-    assert (name, compiled) == ("triton", "0 0"), done.stderr
-    assert len(told) == 1 and "at their first launch" in told[0] and "_async_compile" in told[0]
+    spawn(execute, (code,), 1)
 
 
 def test_the_installed_triton_has_all_private_parts():

@@ -45,6 +45,7 @@ def test_the_interpreted_kernel_agrees_with_the_reference(prefixes, nodes, heads
     case.check()
 
 
+@pytest.mark.each_value  # blocks do not hang on the dtype
 @EVERYWHERE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("size", "nodes", "group"), [(512, 1, 4), (512, 7, 4), (300, 40, 1)])
@@ -58,17 +59,17 @@ def test_heads_of_up_to_512_channels(device, dtype, size, nodes, group, chain):
 
 
 @EVERYWHERE
-@pytest.mark.parametrize("nodes", [1, 20])
 @pytest.mark.parametrize(
-    ("splits", "prefixes", "chain"),
+    ("splits", "prefixes", "nodes", "chain"),
     [
-        (1, [140, 3], False),
-        (3, [0], False),
-        (3, [40], True),
-        (3, [140, 3], False),
-        (16, [140, 3], True),
-        (64, [0], True),
-        (64, [40], False),
+        (1, [140, 3], 20, False),
+        (3, [0], 1, False),
+        (3, [40], 20, True),
+        (3, [140, 3], 1, False),
+        (3, [140, 3], 20, False),
+        (16, [140, 3], 1, True),
+        (64, [0], 20, True),
+        (64, [40], 1, False),
     ],
     ids=str,
 )
@@ -79,7 +80,8 @@ def test_any_number_of_splits(device, nodes, splits, prefixes, chain):
     layout = case.layout()
     with patch.object(kernels, "_splits", lambda *_: splits), patch.object(few_attention, "_splits", lambda *_: splits):
         first = case.check(layout)
-        assert torch.equal(first, case.check(layout))
+        if device == "cuda":  # the interpreter runs programs one after another
+            assert torch.equal(first, case.check(layout))
 
 
 def test_how_many_splits():

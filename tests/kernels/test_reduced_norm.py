@@ -77,7 +77,7 @@ def norm(
     owned=st.sampled_from([1 << 40, 0, 600]),
     ordered=st.booleans(),
 )
-@examples(25)
+@examples(12)
 def test_every_process_gets_the_norm_of_the_sum(
     device, processes, size, dtype, parts, with_residual, offset, seed, owned, ordered
 ):

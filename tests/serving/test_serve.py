@@ -122,13 +122,13 @@ def test_penalties_and_seeds(pair, server):
 
 def test_many_requests_sixteen_in_flight(pair, server):
     """None is lost, and none has another's answer; `make test-clients` asks two hundred."""
-    asked = requests(40, 1)
+    asked = requests(24, 1)
     got = ask_all(server, asked)
     assert server.metric("fastspec_tokens_per_second") > 0  # of the last seconds
     hold_as_alone(pair[0], asked, got)
     assert server.batch.running == server.batch.waiting == 0
     assert server.metric("fastspec_acceptance_length") > 1 and server.metric("fastspec_rows") == 4
-    assert server.metric("fastspec_time_to_first_token_seconds_count") >= 40
+    assert server.metric("fastspec_time_to_first_token_seconds_count") >= 24
     assert server.metric('fastspec_requests_total{outcome="length"}') > 0
 
 

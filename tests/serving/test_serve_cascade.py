@@ -142,7 +142,7 @@ def test_chances_are_counted_by_tenths() -> None:
     assert counts == [float(chance > 0.85) for chance in chances]
 
 
-@pytest.mark.parametrize(("where", "count"), [("server", 30), ("process", 40)])
+@pytest.mark.parametrize(("where", "count"), [("server", 20), ("process", 24)])
 def test_many_requests_give_what_the_cascades_own_generate_gives(
     model: Any, where: str, count: int, request: pytest.FixtureRequest
 ) -> None:

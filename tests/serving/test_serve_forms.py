@@ -30,6 +30,11 @@ def said(request: pytest.FixtureRequest) -> Iterator[tuple[str, Served]]:
         yield request.param, server
 
 
+TOOLS = pytest.mark.parametrize(
+    ("said", "tools"), [*((name, True) for name in ANSWERS), ("all", False)], indirect=["said"], scope="module"
+)
+
+
 def asked(tools: bool, limit: int = 200, **more: Any) -> dict[str, Any]:
     given = {"model": NAME, "messages": talk("hello"), "temperature": 0, "max_tokens": limit, **more}
     return {**given, "tools": [{"type": "function", "function": TOOL}]} if tools else given
@@ -54,7 +59,7 @@ def chat(server: Served, stream: bool, **given: Any) -> tuple[Any, ...]:
     return content, reasoning, calls, chunk.choices[0].finish_reason, chunk.usage.completion_tokens
 
 
-@pytest.mark.parametrize("tools", [True, False])
+@TOOLS
 def test_whole_and_streamed_chats_are_the_same_wherever_they_are_cut(said: tuple[str, Served], tools: bool) -> None:
     name, server = said
     whole = chat(server, False, **asked(tools))
@@ -104,7 +109,7 @@ def test_whole_and_streamed_completions_are_the_same(said: tuple[str, Served]) -
             assert whole.choices[0].text == ANSWERS[name]
 
 
-@pytest.mark.parametrize("tools", [True, False])
+@TOOLS
 def test_responses_have_items_of_their_own_index(said: tuple[str, Served], tools: bool) -> None:
     """Read by the client's accumulator, which refuses two items of one; a whole answer is what a stream ends with."""
     name, server = said
@@ -160,7 +165,7 @@ def test_a_tool_in_a_namespace_is_called_by_both_names() -> None:
         assert (item.name, item.namespace, item.arguments) == ("weather", "mcp__land__", '{"city": "Oslo"}')
 
 
-@pytest.mark.parametrize("tools", [True, False])
+@TOOLS
 def test_a_responses_text_has_its_own_tokens_log_probabilities(said: tuple[str, Served], tools: bool) -> None:
     """Without those of the reasoning before it and of calls beside it, in a stream as in a whole answer."""
     create = said[1].client().responses.create
@@ -237,6 +242,7 @@ def test_an_answer_says_nothing_that_was_not_asked() -> None:
         assert status == 200 and answer["choices"][0]["message"] == {"role": "assistant", "content": "Hi"}
 
 
+@pytest.mark.each_value  # streams are cut where whole answers are
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_is_left_out_of_text_and_log_probabilities(said: tuple[str, Served], stream: bool) -> None:
     """Of the text as it is, before reasoning and calls are told apart, where it begins within a token too."""

@@ -205,6 +205,7 @@ def chooser() -> Iterator[Served]:
         yield running
 
 
+@pytest.mark.each_value  # a choice does not hang on how it is sent
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("sampled", [False, True])
 def test_an_answer_is_the_structure_or_begins_as_a_call(chooser: Served, sampled: bool, stream: bool) -> None:

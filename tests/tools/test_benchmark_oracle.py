@@ -77,19 +77,16 @@ def test_rows_of_an_open_batch_draft_their_own_continuations(script) -> None:
 def test_rows_say_how_much_faster_an_acceptance_is(script, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(script, "WARM", 1)
     out = tmp_path / "rows.jsonl"
-    sizes = "--shapes tiny --rows 1,2 --prefix 9 --tokens 12 --calls 1 --draft-vocab 64 --dtype float32 --open"
+    sizes = "--shapes tiny --rows 2 --prefix 9 --tokens 12 --calls 1 --draft-vocab 64 --dtype float32 --open"
     script.main([*sizes.split(), "--trees", "8,3,2", "--survival", ".9,.8", "--out", str(out)])
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(row["rows"], row["way"], row["method"]) for row in rows] == [
-        (count, way, method)
-        for count in (1, 2)
-        for way in ("generate", "open")
-        for method in ("autoregressive", "eagle3")
+        (2, way, method) for way in ("generate", "open") for method in ("autoregressive", "eagle3")
     ]
     assert all("warmup_seconds" in row for row in rows if row["way"] == "open")
     drafted = [row for row in rows if row["method"] == "eagle3"]
     assert all(row["equal"] == 1.0 for row in drafted if row["way"] == "generate")
-    assert len(drafted) == 4 and all(1.5 < row["acceptance_length"] <= 3 for row in drafted)
+    assert len(drafted) == 2 and all(1.5 < row["acceptance_length"] <= 3 for row in drafted)
     assert all(row["tokens_per_second"] > 0 and row["survival"] == [0.9, 0.8] for row in rows)
 
 

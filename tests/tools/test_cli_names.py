@@ -3,6 +3,7 @@ loaded."""
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -237,21 +238,28 @@ def test_a_mistyped_model_is_asked_for_once(monkeypatch) -> None:
     assert len(asked) == 2
 
 
-@pytest.mark.parametrize("command", ["generate", "serve", "warmup", "demo", "chat", "bench", "inspect", "train"])
-def test_a_mistyped_model_is_told_before_torch_is_loaded(command: str) -> None:
+def test_a_mistyped_model_is_told_before_torch_is_loaded() -> None:
     more = {
         "generate": ["--prompts", "p.jsonl", "--out", "a.jsonl"],
         "inspect": ["some/head"],
         "train": ["--out", "some/head"],
     }
-    words = [command, *more.get(command, []), "--model", "smolm2-135m-instruct"]
-    program = (
-        "import sys\nfrom fastspec.programs.cli.app import app\n"
-        "try: app(sys.argv[1:])\nfinally: print('torch' in sys.modules, 'transformers' in sys.modules)"
+    program = """
+import json, sys
+from fastspec.programs.cli.app import app
+for words in json.loads(sys.argv[1]):
+    try:
+        app(words)
+    except SystemExit as end:
+        print(words[0], end.code, "torch" in sys.modules, "transformers" in sys.modules)
+"""
+    commands = "generate", "serve", "warmup", "demo", "chat", "bench", "inspect", "train"
+    words = [[command, *more.get(command, []), "--model", "smolm2-135m-instruct"] for command in commands]
+    done = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(words)], capture_output=True, text=True, timeout=120
     )
-    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=120)
-    assert "did you mean smollm2-135m-instruct?" in done.stderr, done.stderr
-    assert done.returncode == 1 and done.stdout == "False False\n"
+    assert done.stderr.count("did you mean smollm2-135m-instruct?") == len(commands), done.stderr
+    assert done.stdout.splitlines() == [f"{command} 1 False False" for command in commands]
 
 
 def test_a_busy_hub_and_a_model_of_the_cache_are_left_to_transformers(tmp_path: Path, monkeypatch) -> None:

@@ -31,13 +31,14 @@ APART = "top-p", "min-p"
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("assistant", "options"),
     [
-        pytest.param(options, id=name, marks=pytest.mark.slow if name in APART else [])
+        pytest.param(each, options, id=f"{each if each is not TREE else 'eagle3'}-{name}", marks=marks)
+        for each in ("autoregressive", TREE)
         for name, options in CASES.items()
+        for marks in [pytest.mark.slow if name in APART or (each is not TREE and name != "all four") else ()]
     ],
 )
-@pytest.mark.parametrize("assistant", ["autoregressive", TREE], ids=["autoregressive", "eagle3"])
 def test_the_distribution_of_short_texts(model, options, assistant):
     ids = torch.tensor([[17, 44, 61, 9]])
     length = 3 if "top_k" in options else 2

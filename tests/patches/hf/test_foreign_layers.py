@@ -64,6 +64,7 @@ def storages(*layers: nn.Module) -> int:
     return len({layer.weight.untyped_storage().data_ptr() for layer in layers})
 
 
+@pytest.mark.each_value  # the families pack alike
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize(
     "names", [("self_attn.q_proj",), ("self_attn.o_proj", "mlp.up_proj"), ("mlp.gate_proj", "mlp.down_proj")], ids=str

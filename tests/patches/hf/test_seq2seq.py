@@ -105,7 +105,7 @@ def test_texts_vary_and_drafts_are_taken_and_refused(each_pair):
 @pytest.mark.parametrize("kind", [kind for kind in SEQ2SEQ if kind not in KINDS])
 def test_every_family(kind):
     pair = pair_of(kind)
-    for assistant in ASSISTANTS:
+    for assistant in ("nasd", ASSISTANTS[-1]):
         same(pair, assistant, sources(7, 3, 11), max_new_tokens=14, eos_token_id=NEVER)
     assert fastspec.report(pair[1]).mode == f"encoder-decoder {kind}"
 
@@ -353,6 +353,7 @@ def distribution(
     return merged
 
 
+@pytest.mark.each_value  # a tree is judged by the same rule whoever grew it
 @pytest.mark.parametrize(
     ("kind", "case"),
     [

@@ -24,6 +24,7 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 PADDED = prompts(4, 7)
 
 
+@pytest.mark.each_value  # one check reads all of them
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "phi", "opt"])
 @pytest.mark.parametrize(("setting", "value"), [("num_kv_shared_layers", 1), ("kv_lora_rank", 8), ("v_head_dim", 8)])
 def test_a_setting_that_the_class_does_not_know_is_not_read(family, setting, value):

@@ -81,6 +81,7 @@ def test_a_class_that_reads_positions_or_masks_in_its_own_way_is_refused(make: A
             model.generate(**prompts(5, 9), max_new_tokens=8, do_sample=False, assistant=assistant)
 
 
+@pytest.mark.each_value  # one check reads all of them
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["gpt2", "falcon", "jetmoe"])
 def test_a_class_that_reads_them_as_given_is_not(kind: str, dtype: torch.dtype) -> None:
