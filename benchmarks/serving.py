@@ -122,7 +122,7 @@ def started(commands: Sequence[str], model: str, patience: float) -> Iterator[di
                     why = f"was not ready within {patience:g} s" if process.poll() is None else ended
                     raise SystemExit(f"{name} {why}:\n{log_path.read_text(errors='replace')[-2000:]}")
             time.sleep(LOOK)
-        yield found
+        yield {name: found[name] for name in running}
 
 
 def free_ports(count: int) -> list[int]:

@@ -88,9 +88,13 @@ def graph_bytes(device: torch.device) -> int:
         return sum(each.bytes for each in _graphs if each.device == device)
 
 
+def _stream() -> torch.cuda.Stream:
+    """The current device's stream for captures; torch's own is on that of the first, which it would make current."""
+    return _stream_on(torch.cuda.current_device())
+
+
 @cache
-def _stream(device: int) -> torch.cuda.Stream:
-    """A device's stream for captures; torch's own is on the first device, which it would make current."""
+def _stream_on(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
@@ -105,8 +109,7 @@ def recorded(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         collecting = gc.isenabled()
         gc.disable()  # a collection may free CUDA memory, which ends a capture
         try:
-            stream = _stream(torch.cuda.current_device())
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, stream=_stream(), capture_error_mode="thread_local"):
                 yield
         finally:
             if collecting:

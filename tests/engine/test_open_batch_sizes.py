@@ -251,7 +251,7 @@ def test_an_exact_model_s_default_chooses_sizes_and_keeps_the_bits(
     """In bf16 any size has the answers of `autoregressive`; a model that is not exact keeps its fixed trees."""
     pytest.importorskip("triton")
     model = tiny_model("llama").to("cuda", torch.bfloat16)
-    head, ids = tiny_head(model), texts(9, 3, 14, 5, 7, 40)
+    head, ids = tiny_head(model).to(model.device, model.dtype), texts(9, 3, 14, 5, 7, 40)
     asked: dict[str, Any] = {**GREEDY, "max_new_tokens": 60}
     with fastspec.patched(model, eagle3=head, exact=True):
         with fastspec.continuous(model, "autoregressive", rows=4, max_length=128) as batch:

@@ -257,5 +257,5 @@ def test_gemma_4s_assistant_is_no_draft_model_and_says_so_at_patch() -> None:
 
 def test_a_head_that_reads_before_the_norm_cannot_be_trained_on() -> None:
     head = EagleHead(replace(head_of().config, last_tap_before_norm=True))
-    with pytest.raises(ValueError, match="after the target's final norm"):
+    with pytest.raises(ValueError, match="the last one after the final norm"):
         checkpoint_tensors(head)
