@@ -23,7 +23,7 @@ HINT = "leave out exact=True"
 ASK = "patch(model, exact=True) asks for it"
 PRODUCTS = Linears, StoredLinears, Reduced
 WIDE = 1536
-"""Hidden size from which models are held to bits by themselves: a token or a round of one row takes up to 5 % longer on
+"""Hidden size from which models are held to bits by themselves: a token or a round of one row takes up to 7 % longer on
 an H200 (exact_rounds_h200.jsonl), and more in narrower layers."""
 
 
@@ -101,9 +101,9 @@ class Defaults:
                 target = HFModel(model, mode.adapter, rows=1, capacity=1, tail=1, taps=None, ops=ops)
                 refuse_parts(model, target.layers)
                 if processes_of(model) > 1:
-                    self._why[stored] = f"its cost was not measured over several processes: {ASK}"
+                    self._why[stored] = f"its cost was measured over two processes alone: {ASK}"
                 elif any(isinstance(layer.mlp, RoutedExperts) for layer in target.layers):
-                    self._why[stored] = f"its cost was not measured of mixtures of experts: {ASK}"
+                    self._why[stored] = f"its cost was measured of one row of a mixture of experts alone: {ASK}"
                 elif any(map(_is_stored, target.layers)):
                     self._why[stored] = f"prompts of weights multiplied as they are stored take longer by it: {ASK}"
             except Unsupported as error:

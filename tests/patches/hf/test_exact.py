@@ -154,7 +154,10 @@ def test_what_a_model_has_become_decides(monkeypatch: pytest.MonkeyPatch) -> Non
     mixture = half("mixtral")
     assert "a feed-forward that runs by" in str(why_not(Defaults(), mixture, KERNELS))
     by_op = replace(KERNELS, experts=experts)
-    assert why_not(Defaults(), mixture, by_op) == f"its cost was not measured of mixtures of experts: {exact.ASK}"
+    assert (
+        why_not(Defaults(), mixture, by_op)
+        == f"its cost was measured of one row of a mixture of experts alone: {exact.ASK}"
+    )
     assert why_not(choice, model.float(), KERNELS) == (
         "sums of a fixed order are for bfloat16 and float16, and this model is in torch.float32"
     )
