@@ -87,9 +87,10 @@ def test_figures_of_times_are_those_of_their_rows() -> None:
     )
     held("quantised.md", "in {:.2f} ms instead of {:.2f} in bf16".format(*eight))
     held("quantised.md", "32 rows in {:.2f} instead of {:.2f}".format(*many))
-    formats = ("gptq", "int8", "fp8", "dense")
+    formats = ("gptq", "int8", "fp8", "nf4", "dense")
     most = [of("round_ms", **beside, weights=weights, batch=128, prefix=512) for weights in formats]
-    held("quantised.md", "take {:.2f} ms of GPTQ, {:.2f} of int8 and {:.2f} of FP8, {:.2f} in bf16".format(*most))
+    said = "take {:.2f} ms of GPTQ, {:.2f} of int8, {:.2f} of FP8 and {:.2f} of nf4, {:.2f} in bf16"
+    held("quantised.md", said.format(*most))
     plain, drafted = (
         [of("round_ms", shape="gpt-oss-20b", method=method, weights=weights) for weights in ("mxfp4", "dense")]
         for method in ("autoregressive", "eagle3")
