@@ -132,6 +132,18 @@ def test_a_compiler_that_fails_is_told_once(monkeypatch, tmp_path):
 
 
 @needs_compiler
+def test_a_folder_that_cannot_be_looked_into_is_said(monkeypatch, tmp_path, capsys):
+    """Its path is too long, for which the system answers as it does for a folder of someone else's."""
+    monkeypatch.setenv("FASTSPEC_CACHE", str(tmp_path / ("x" * 300)))
+    another = "FASTSPEC_CACHE in the environment names another folder"
+    with pytest.warns(RuntimeWarning, match=another):
+        assert chosen(tiny_model()).backend.startswith("torch")
+    assert backends.ngram_counter.__wrapped__() is None
+    told = capsys.readouterr().err
+    assert "n-grams are counted in Python: " in told and another in told
+
+
+@needs_compiler
 def test_a_library_that_cannot_be_loaded_is_said(compiled, monkeypatch):
     def refused(path):
         raise OSError("no room")

@@ -280,8 +280,8 @@ def stack_of(base: Any) -> Any:
     """What a model gives as its decoder or base, or what is below the LM head of that. Llama 4 gives itself, since its
     `base_model_prefix` is no attribute of it; delete when it gives its `model`."""
     below = getattr(base, "model", None)
-    has_head = hasattr(base, "lm_head") and not hasattr(base, base.base_model_prefix)
-    return below if below is not None and has_head else base
+    whole = below is None or not hasattr(base, "lm_head") or hasattr(base, base.base_model_prefix)
+    return base if whole else below
 
 
 CAPTURING_FLAG = "_output_capturing_hooks_installed"

@@ -23,6 +23,16 @@ def test_a_module_holds_its_parts_in_dictionaries_of_these_names():
     assert module.table == 1
 
 
+def test_a_stack_with_a_head_of_its_own_is_found_whatever_class_it_has():
+    inner, outer = nn.Module(), nn.Module()
+    inner.lm_head = nn.Linear(2, 2)
+    assert compat.stack_of(inner) is inner  # no model of transformers': it has no base_model_prefix
+    outer.lm_head, outer.model, outer.base_model_prefix = inner.lm_head, inner, "none"
+    assert compat.stack_of(outer) is inner
+    outer.base_model_prefix = "model"
+    assert compat.stack_of(outer) is outer
+
+
 def test_hooks_are_found_before_and_after_a_forward():
     module, after, before = nn.Linear(2, 2), lambda *_: None, lambda *_: None
     module.register_forward_hook(after)
