@@ -384,6 +384,23 @@ def test_an_interrupted_counter_leaves_what_it_has_counted(counter, tmp_path):
     assert repr(fastspec.NgramStorage.load(tmp_path / "kept")) == repr(theirs)
 
 
+@pytest.mark.parametrize("counts", [False, True])
+def test_counting_goes_on_where_an_interrupt_left_arrays_uneven(counts, counter):
+    """Behind an edge without its context, and in the middle of an entry, which the counter writes anew."""
+    ours, theirs, steps = fastspec.NgramStorage(4), fastspec.NgramStorage(4), [(n % 7, ()) for n in range(40)]
+    ours.edges.add(0, 99)
+    if counts:
+        ours.tallies.tokens.append(5)
+        ours.feed_all(ours.start(), steps, counter)
+    mine = cursor = ours.start()
+    for token, fillers in steps:
+        mine = mine if counts else ours.feed(mine, token, fillers)
+        cursor = theirs.feed(cursor, token, fillers)
+        assert counts or ours.look(mine) == theirs.look(cursor)
+    assert ours.look(cursor) == theirs.look(cursor) and len(ours.tallies) == len(ours.edges.keys)
+    assert len({len(each) for each in (ours.tallies.tokens, ours.tallies.counts, ours.tallies.later)}) == 1
+
+
 @pytest.mark.parametrize("way", ["feed", "feed_all", "save"])
 def test_threads_that_share_a_storage_take_turns(way, counter, tmp_path):
     ours, steps = fastspec.NgramStorage(4), [(n % 11, ()) for n in range(20)]

@@ -82,7 +82,7 @@ class NgramStorage:
             with GROWING:
                 for length, known in enumerate(cursor, 1):
                     node = add(node, known)
-                    if node == len(heads):
+                    while node >= len(heads):  # an interrupt may have come before the last one's
                         heads.append(-1)
                     if length >= self._least:
                         count(node, counted)
@@ -100,7 +100,8 @@ class NgramStorage:
             sizes = array("i", [1 + len(fillers) for _, fillers in some])
             grown = edges.keys, tallies.heads, tallies.tokens, tallies.counts, tallies.later
             with GROWING:
-                used = array("q", [len(edges.keys), len(tallies.heads), len(tallies.tokens)])
+                tallies.heads.extend([-1] * (len(edges.keys) - len(tallies.heads)))  # as in `feed`
+                used = array("q", [len(edges.keys), len(tallies.heads), len(tallies.later)])
                 try:
                     edges.reserve(most * len(some))
                     for each, room in zip(grown, (len(some), len(some), *[len(counted)] * 3), strict=True):
