@@ -334,8 +334,9 @@ class PatchSession:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchSession:
         twin = memo[id(self)] = object.__new__(type(self))  # known before the log, which leads back here
-        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
-        twin.trees, twin.ngram_costs, twin.batches, twin._counted = {}, {}, 0, None
+        own: dict[str, Any] = {"trees": {}, "ngram_costs": {}, "batches": 0, "_counted": None}
+        copied = {name: copy.deepcopy(value, memo) for name, value in vars(self).items() if name not in own}
+        twin.__dict__.update(copied | own)
         return twin
 
     def set(self, owner: Any, name: str, value: Any) -> None:

@@ -19,6 +19,7 @@ from fastspec.generation.drafters.nasd import NasdDrafter, grow, spread, storage
 from fastspec.generation.drafters.policy import COSTS, MeasuredCosts
 from fastspec.generation.engine import batching
 from fastspec.generation.engine.schedule import GraphFromScore, WholeGraph
+from fastspec.patches.backends import ngram_counter
 from fastspec.patches.session import session_of
 
 BYTES = 3_087_428_608
@@ -356,6 +357,18 @@ def test_drafts_of_timed_rounds_go_on_where_they_pay(dear, monkeypatch):
     host.seconds += 9.0
     drafter.catch_up(torch.full((8, 1), 3), [1] * 8)
     assert max(map(max, drafter.times.spent.values())) < 4
+
+
+def test_the_end_of_an_answer_is_counted_where_the_storage_is_shared(dear):
+    """It is shorter than what a counter is asked for, and another prompt takes its row."""
+    storage = fastspec.NgramStorage(3)
+    drafter = drafter_of(1, [*range(3, 11)] * 2, fastspec.Nasd(storage=storage))
+    drafter.counter = ngram_counter()
+    drafter.work()
+    for token in (30, 31, 32):
+        told(drafter, token)
+    drafter.move_row(0, drafter_of(1, [3, 4]), 0, 1)
+    assert storage.look((31, 30)) == (2, [(32, 1)])
 
 
 @pytest.mark.parametrize("narrows", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 
 import pytest
@@ -358,3 +359,65 @@ def test_a_counter_takes_long_texts_in_parts(counter):
         expected = theirs.feed(expected, token, (token % 64,))
     assert cursor == expected and ours.edges.keys == theirs.edges.keys
     assert all(getattr(ours.tallies, name) == getattr(theirs.tallies, name) for name in ours.tallies.__slots__)
+
+
+def test_an_interrupted_counter_leaves_what_it_has_counted(counter, tmp_path):
+    """The interrupt comes behind the call, where arrays still have more room than was used."""
+
+    def interrupted(*given: object) -> None:
+        counter(*given)
+        raise KeyboardInterrupt
+
+    ours, theirs, cursor, steps = (
+        fastspec.NgramStorage(4),
+        fastspec.NgramStorage(4),
+        (),
+        [(n % 7, ()) for n in range(40)],
+    )
+    with pytest.raises(KeyboardInterrupt):
+        ours.feed_all(ours.start(), steps, interrupted)
+    for token, fillers in steps:
+        cursor = theirs.feed(cursor, token, fillers)
+    assert ours.edges.keys == theirs.edges.keys
+    assert all(getattr(ours.tallies, name) == getattr(theirs.tallies, name) for name in ours.tallies.__slots__)
+    ours.save(tmp_path / "kept")
+    assert repr(fastspec.NgramStorage.load(tmp_path / "kept")) == repr(theirs)
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_counting_goes_on_where_an_interrupt_left_arrays_uneven(counts, counter):
+    """Behind an edge without its context, and in the middle of an entry, which the counter writes anew."""
+    ours, theirs, steps = fastspec.NgramStorage(4), fastspec.NgramStorage(4), [(n % 7, ()) for n in range(40)]
+    ours.edges.add(0, 99)
+    if counts:
+        ours.tallies.tokens.append(5)
+        ours.feed_all(ours.start(), steps, counter)
+    mine = cursor = ours.start()
+    for token, fillers in steps:
+        mine = mine if counts else ours.feed(mine, token, fillers)
+        cursor = theirs.feed(cursor, token, fillers)
+        assert counts or ours.look(mine) == theirs.look(cursor)
+    assert ours.look(cursor) == theirs.look(cursor) and len(ours.tallies) == len(ours.edges.keys)
+    assert len({len(each) for each in (ours.tallies.tokens, ours.tallies.counts, ours.tallies.later)}) == 1
+
+
+@pytest.mark.parametrize("way", ["feed", "feed_all", "save"])
+def test_threads_that_share_a_storage_take_turns(way, counter, tmp_path):
+    ours, steps = fastspec.NgramStorage(4), [(n % 11, ()) for n in range(20)]
+    ways = {
+        "feed": lambda: ours.feed((1, 2, 3), 4),
+        "feed_all": lambda: ours.feed_all(ours.start(), steps, counter),
+        "save": lambda: ours.save(tmp_path / "kept"),
+    }
+    other = threading.Thread(target=ways[way])
+
+    def meanwhile(*given: object) -> None:
+        other.start()
+        other.join(0.05)
+        assert other.is_alive(), "it did not wait"
+        counter(*given)
+
+    ours.feed_all(ours.start(), steps, meanwhile)
+    other.join()
+    assert len(ours.edges.keys) == len(ours.tallies) and len({*ours.edges.keys[1:]}) == len(ours.edges)
+    assert way != "save" or repr(fastspec.NgramStorage.load(tmp_path / "kept")) == repr(ours)

@@ -436,6 +436,16 @@ def test_a_text_that_joins_renews_the_share_of_its_row() -> None:
     assert sizes.left == pytest.approx(GRANTED) and sizes.last is None and sizes.credit == CREDIT
 
 
+def test_a_text_is_not_doubted_because_those_before_it_took_no_drafts() -> None:
+    sizes = paid(1.0)
+    for _ in range(BLOCK):
+        sizes.count(sizes.size, [3], None, 500, range(6))
+    assert sizes._trusts()
+    sizes.count(0, [], None, 500, range(6), share=0.0)
+    sizes.join(0.5)
+    assert sizes.share == 0.5 and sizes._trusts()
+
+
 def test_texts_whose_drafts_do_not_pay_save_for_those_that_come() -> None:
     """What they may lose is less, and what they do not is kept, up to what a text may lose at all."""
     sizes = paid(1.0)

@@ -3,6 +3,7 @@ they are built."""
 
 from __future__ import annotations
 
+import copy
 import time
 from dataclasses import fields, replace
 from pathlib import Path
@@ -177,6 +178,17 @@ def test_a_model_gives_the_same_tokens_with_them(family):
         for assistant in ("autoregressive", TREE):
             assert torch.equal(model.generate(**inputs, max_new_tokens=20, do_sample=False, assistant=assistant), want)
     assert fastspec.report(model).backend == "cpp"
+
+
+@needs_compiler
+def test_a_model_is_copied_behind_a_call():
+    """Functions of a library, which the copy finds by itself, cannot be."""
+    model = shallow_model()
+    fastspec.patch(model, eagle3=tiny_head(model), backend="cpp")
+    for assistant in ("nasd", TREE):
+        call = prompts(7) | {"max_new_tokens": 12, "do_sample": False, "assistant": assistant}
+        want = model.generate(**call)
+        assert torch.equal(copy.deepcopy(model).generate(**call), want)
 
 
 @needs_compiler

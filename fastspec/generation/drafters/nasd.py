@@ -284,6 +284,8 @@ class NasdDrafter(HostDrafter):
     def move_row(self, row: int, other: Drafter, source: int, count: int) -> None:
         assert isinstance(other, NasdDrafter)
         self.times.leave()
+        if not isinstance(self.config.storage, str):  # the answer that was there is over, and others read its counts
+            self._feed(self.storages[row], self.cursors[row], [*self.unread[row]])
         self.storages[row], self.cursors[row] = other.storages[source], other.cursors[source]
         self.roots[row], self.active[row] = other.roots[source], other.active[source]
         self.unread[row], self.heard[row] = deque(other.unread[source]), other.heard[source]

@@ -142,10 +142,10 @@ class Tallies:
             while at >= 0 and tokens[at] != token:
                 before, at, size = at, later[at], size + 1
             if at < 0 and size < WIDTH:
-                heads[context] = len(tokens)
                 tokens.append(token)
                 counts.append(1)
                 later.append(first)
+                heads[context] = len(later) - 1  # of a whole entry, whenever an interrupt comes
                 continue
             if at < 0:
                 before, at = self._least(first)

@@ -9,6 +9,7 @@ drafts from matches of any length with a suffix tree.
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -34,6 +35,8 @@ Context = tuple[int, ...]
 """The last tokens of a text, the last one in front."""
 AT_ONCE = 1024
 """Tokens that are counted by one call of a counter, for which arrays get room."""
+GROWING = threading.Lock()
+"""Turn of the thread that counts: several may share a storage, and a counter writes where its arrays lay."""
 
 
 class NgramStorage:
@@ -76,12 +79,13 @@ class NgramStorage:
         if len(cursor) >= self._least:
             add, count, heads = self.edges.add, self.tallies.count, self.tallies.heads
             node, counted = 0, (*fillers, token)
-            for length, known in enumerate(cursor, 1):
-                node = add(node, known)
-                if node == len(heads):
-                    heads.append(-1)
-                if length >= self._least:
-                    count(node, counted)
+            with GROWING:
+                for length, known in enumerate(cursor, 1):
+                    node = add(node, known)
+                    while node >= len(heads):  # an interrupt may have come before the last one's
+                        heads.append(-1)
+                    if length >= self._least:
+                        count(node, counted)
         return (token, *cursor[: self.n - 2])
 
     def feed_all(
@@ -95,28 +99,32 @@ class NgramStorage:
             counted = array("i", [token for last, fillers in some for token in (*fillers, last)])
             sizes = array("i", [1 + len(fillers) for _, fillers in some])
             grown = edges.keys, tallies.heads, tallies.tokens, tallies.counts, tallies.later
-            used = array("q", [len(edges.keys), len(tallies.heads), len(tallies.tokens)])
-            edges.reserve(most * len(some))
-            for each, room in zip(grown, (len(some), len(some), *[len(counted)] * 3), strict=True):
-                each.frombytes(bytes(each.itemsize * most * room))
-            held = (each.buffer_info()[0] for each in (edges.keys, edges.slots))
-            tables = (each.buffer_info()[0] for each in grown[1:])
-            counter(
-                counted.buffer_info()[0],
-                sizes.buffer_info()[0],
-                len(some),
-                context.buffer_info()[0],
-                known,
-                most,
-                self._least,
-                *held,
-                edges.mask,
-                *tables,
-                WIDTH,
-                used.buffer_info()[0],
-            )
-            for each, end in zip(grown, (*used[:2], *[used[2]] * 3), strict=True):
-                del each[end:]
+            with GROWING:
+                tallies.heads.extend([-1] * (len(edges.keys) - len(tallies.heads)))  # as in `feed`
+                used = array("q", [len(edges.keys), len(tallies.heads), len(tallies.later)])
+                try:
+                    edges.reserve(most * len(some))
+                    for each, room in zip(grown, (len(some), len(some), *[len(counted)] * 3), strict=True):
+                        each.frombytes(bytes(each.itemsize * most * room))
+                    held = (each.buffer_info()[0] for each in (edges.keys, edges.slots))
+                    tables = (each.buffer_info()[0] for each in grown[1:])
+                    counter(
+                        counted.buffer_info()[0],
+                        sizes.buffer_info()[0],
+                        len(some),
+                        context.buffer_info()[0],
+                        known,
+                        most,
+                        self._least,
+                        *held,
+                        edges.mask,
+                        *tables,
+                        WIDTH,
+                        used.buffer_info()[0],
+                    )
+                finally:  # of an interrupt too, which comes behind the call
+                    for each, end in zip(grown, (*used[:2], *[used[2]] * 3), strict=True):
+                        del each[end:]
             known = min(most, known + len(some))
         return tuple(context[:known])
 
@@ -137,11 +145,12 @@ class NgramStorage:
 
     def save(self, path: str | Path) -> None:
         """Write to a safetensors file."""
-        kept = [node for node, head in enumerate(self.tallies.heads) if head >= 0]
-        tensors: Columns = {
-            "contexts": ([self._tokens(node) for node in kept], self.n - 1),
-            **pack_tallies(self.tallies.entries(node)[::-1] for node in kept),
-        }
+        with GROWING:
+            kept = [node for node, head in enumerate(self.tallies.heads) if head >= 0]
+            tensors: Columns = {
+                "contexts": ([self._tokens(node) for node in kept], self.n - 1),
+                **pack_tallies(self.tallies.entries(node)[::-1] for node in kept),
+            }
         write_storage(path, self.kind, {"n": self.n, "back_off": int(self.back_off)}, tensors)
 
     @classmethod

@@ -171,6 +171,7 @@ class TreeSizes:
     def _renew(self, share: float) -> None:
         """A text that so large a `share` of the rows had is over, and another begins."""
         self.acceptance.fade(BETWEEN_CALLS**share)
+        self.share = max(self.share, share)  # the next one takes drafts, as far as is known
         if self.net:
             self.paid += (1 - 0.5**share) * ((self.net > 0) - self.paid)
         self.net = 0.0
