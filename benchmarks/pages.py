@@ -473,10 +473,10 @@ def exact_rounds() -> str:
     """Milliseconds of a round and of its prompts by the fast kernels, and how many times as long the same bits take."""
     found, cells = rows("exact_rounds_h200"), []
     for fast, same in zip(found[::2], found[1::2], strict=True):
-        assert (fast["sums"], same["sums"]) == ("fast", "exact")
+        of, other = ([row[name] for name in ("shape", "method", "batch", "prefix", "sums")] for row in (fast, same))
+        assert of[-1] == "fast" and other == [*of[:-1], "exact"]
         times = [(shown(fast[name], 2), shown(same[name] / fast[name], 2)) for name in ("round_ms", "prefill_ms")]
-        where = f"{fast['shape']}, `{fast['method']}`", str(fast["batch"]), shown(fast["prefix"])
-        cells.append([*where, *times[0], *times[1]])
+        cells.append([f"{of[0]}, `{of[1]}`", str(of[2]), shown(of[3]), *times[0], *times[1]])
     return markdown(["", "rows", "tokens before", "fast: ms", "exact", "prompts, fast: ms", "exact"], cells)
 
 

@@ -147,6 +147,9 @@ def test_transformers_is_imported_where_it_may_be() -> None:
             assert not any(name.split(".")[0] == "transformers" for name in imports(path)), path
 
 
+IMPORTS = re.compile(r"^ *(?:from [\w.]+ import \([^)]*\)|(?:from|import) .*)", re.MULTILINE)
+
+
 def test_no_test_module_imports_another() -> None:
     """`tests/helpers` holds what several use, imported by its full name: two test modules may have the same name."""
     tests = Path(__file__).parent
@@ -154,7 +157,7 @@ def test_no_test_module_imports_another() -> None:
     wrong = [
         f"{path.relative_to(tests)}: {line}"
         for path in sorted(tests.rglob("*.py"))
-        for line in re.findall(r"^ *(?:from|import) .*", path.read_text(encoding="utf-8"), re.MULTILINE)
+        for line in IMPORTS.findall(path.read_text(encoding="utf-8"))
         if modules & set(re.findall(r"\w+", line))
     ]
     assert not wrong, "\n".join(wrong)

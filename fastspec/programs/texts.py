@@ -60,7 +60,8 @@ def as_messages(talk: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _as_message(name: str, message: dict[str, Any]) -> dict[str, Any]:
     found = {field: value for field, value in message.items() if value is not None}
-    content = found.get("content", "") or found.get("refusal", "")
+    content = found.get("content", "")
+    content = found.get("refusal", "") if content == "" else content
     if not isinstance(found.get("role"), str):
         raise Unsupported(f"{name}.role must be a text")
     if found["role"] == "developer":

@@ -168,6 +168,10 @@ def test_a_refusal_is_the_text_of_its_message(model: Any) -> None:
     for odd in ({"type": "refusal", "text": "w5"}, {"type": "image_url", "text": "w5"}, {"text": "w5"}, "w5"):
         with pytest.raises(Refused, match="part that is no text"):
             asked(model, CHAT, messages=[{"role": "assistant", "content": [odd]}])
+    for odd in (0, False, {}):  # as empty as a text without characters, and none
+        with pytest.raises(Refused, match=r"messages\[0\].content must be a text"):
+            asked(model, CHAT, messages=[{"role": "assistant", "content": odd, "refusal": "w5"}])
+    assert asked(model, CHAT, messages=[{"role": "user", "content": []}]).messages[0]["content"] == ""
 
 
 def test_no_tools_are_given_where_none_may_be_chosen(model: Any) -> None:
