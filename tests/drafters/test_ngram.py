@@ -20,6 +20,7 @@ from fastspec.generation.drafters.policy import COSTS, SMOLLM2_BYTES
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.assistants.registry import resolve
 from fastspec.patches.assistants.speculative import read_parameters
+from fastspec.patches.backends import ngram_counter
 from fastspec.patches.hf.cache import CACHE, kept_cache
 
 STORAGES: list[Any] = ["ngram", "one_level", "suffix"]
@@ -175,6 +176,8 @@ def test_look_ups_of_many_rows_are_dear(monkeypatch):
 def test_a_call_is_told_what_its_model_reads(pair):
     decoding = resolve("nasd", {}, pair[1])
     assert decoding.weight_bytes == sum(weight.nbytes for weight in read_parameters(pair[1]))
+    assert decoding.counter is ngram_counter() is not None
+    assert resolve(Nasd(storage="suffix"), {}, pair[1]).counter is None
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 7, 63, 64, 65, 130])

@@ -29,6 +29,7 @@ from fastspec.generation.drafters.dynamic_tree import DynamicDecoding, SizedDeco
 from fastspec.generation.drafters.head_drafter import EagleDrafter, StaticDrafter
 from fastspec.generation.drafters.head_program import Cut, HeadProgram, cut_over
 from fastspec.generation.drafters.nasd import NasdDecoding, check_tokens
+from fastspec.generation.drafters.ngram_storage import NgramStorage
 from fastspec.generation.engine.call import Outcome
 from fastspec.generation.heads.bound import BoundHead, followed, lowered
 from fastspec.generation.ops import Ops
@@ -287,7 +288,8 @@ def _nasd(config: Nasd, resources: dict[str, Any], model: Any) -> NasdDecoding:
     session, alone = session_of(model), group_of(model) is None  # processes choose alike
     clocked = alone and weight_bytes >= MEASURED_BYTES and (device_of(model).type, dtype_of(model)) == EXACT
     measured = session.ngram_costs if session is not None and clocked else None
-    return NasdDecoding(config, weight_bytes, size, measured, ngram_counter())
+    counted = config.storage in ("ngram", "one_level") or isinstance(config.storage, NgramStorage)
+    return NasdDecoding(config, weight_bytes, size, measured, ngram_counter() if counted else None)
 
 
 def _cascade(resources: dict[str, Any]) -> Any:
