@@ -4,10 +4,9 @@ The time of a pass does not depend on the values of the weights; tokens per seco
 are the acceptance length that a head reaches on real text, over the time of a round. `round_ms` is the median over
 `--calls` calls, each of which gives the mean of its rounds, and `round_ms_quantiles` their 20, 50 and 80 % quantiles.
 The floor is the time of reading once, at the measured bandwidth, the weights that a round must read (`read_bytes`) and
-what its layers can see of the text before (`kept_bytes`: keys, values, recurrent states; older rows have none of it). A
-drafter's own weights are not in it; a round reads them once a level (`drafter_read_bytes`). Of a mixture `experts_read`
-is the mean number of experts that a round's tokens choose in a layer by the fast kernels, after the first 2,048 tokens.
-After more than FILLED tokens transformers goes on from a random cache.
+what its layers can see of the text before (`kept_bytes`; older rows have none of it). A drafter's own weights are not
+in it; a round reads them once a level (`drafter_read_bytes`). `experts_read` is the mean number of experts that a round
+of the fast kernels chooses in a layer after 2,048 tokens. After FILLED tokens transformers' cache is a random one.
 
     python benchmarks/full_size.py --shapes llama-8b --prefix 2048 --out rows.jsonl
 """
