@@ -70,7 +70,7 @@ class Acceptance:
         self.seen[size] += len(accepted)
 
     def part(self) -> None:
-        """What comes next is of another text, or without drafts: it is not compared with what was before."""
+        """Compare no round that comes next with those before: it is of another text, or without drafts."""
         self.size = self.before = None
 
     def _follow(self, size: int) -> None:

@@ -147,7 +147,7 @@ class TreeSizes:
         self._renew(1.0)
         self.acceptance.part()
         self.gain, self.since = 0.0, 0
-        """What the last round with drafts accepted, and rounds since sizes were compared."""
+        """Tokens that the last round with drafts accepted, and rounds since sizes were compared."""
         self.last: int | None = None
         """The size of the round before, in this call."""
         self.credit = self._credit()

@@ -105,7 +105,7 @@ class Batch:
         raise error
 
     def wants_of(self, prompt: int) -> Wants:
-        """What a round gives a prompt beside its tokens."""
+        """Values that a round gives a prompt beside its tokens."""
         return Wants(self.request.keep_logits)
 
     @property
