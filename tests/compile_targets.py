@@ -330,6 +330,10 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
                     f"stored parts of {kind}, 128 rows",
                     lambda w=weight: quantised.linear_parts(few(1, 128, inner), w, None),
                 )
+                yield (
+                    f"stored gate and up of {kind}, 128 rows",
+                    lambda w=weight: quantised.linears(few(1, 128, inner), [w] * 2, [None] * 2, SILU),
+                )
         eight = stored_weights(hidden, inner, dtype)["e4m3 in blocks"]
         for count, kind in ((3, None), (2, SILU)):
             yield (

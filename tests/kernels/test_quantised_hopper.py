@@ -36,7 +36,7 @@ LAYOUTS = {
     "nf4": table4,
     "nf4, nested": partial(table4, nested=True),
 }
-ROWS = 1, 2, 5, 16, 17, 33, 64, 65, 128, 130
+ROWS = 1, 2, 5, 16, 17, 33, 60, 64, 65, 128, 130
 DTYPES = torch.bfloat16, torch.float16
 
 
@@ -52,7 +52,8 @@ def numbers(weight: reference.StoredWeight, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    "channels, depth, parts", [(328, 2048, 4), (328, 8192, 4), (200, 768, 2), (8256, 640, 1), (8256, 1280, 1)]
+    "channels, depth, parts",
+    [(328, 2048, 4), (328, 8192, 4), (40, 2048, 4), (200, 768, 2), (8256, 256, 1), (8256, 640, 1), (8256, 1280, 1)],
 )
 def test_every_way_gives_the_same_bits(layout, channels, depth, parts, dtype):
     torch.manual_seed(0)
@@ -83,15 +84,45 @@ def test_a_gate_and_weights_side_by_side(layout, dtype, kind):
     with torch.device("cuda"):
         (gate, _), (up, _) = (LAYOUTS[layout](200, 1280, dtype) for _ in range(2))
         three = [LAYOUTS[layout](channels, 1280, dtype)[0] for channels in (200, 64, 72)]
+        wide = [LAYOUTS[layout](channels, 640, dtype)[0] for channels in (8200, 8264, 8208)]
         x, bias = torch.randn(max(ROWS), 1280).to(dtype), torch.randn(200).to(dtype)
     whole = kernel.linears(x, (gate, up), (bias, bias), kind)
     parts = [product(x, numbers(weight, dtype), bias)[0].to(dtype) for weight in (gate, up)]
     wanted = opened(parts[0], kind).to(dtype) * parts[1]
     assert torch.allclose(whole.float(), wanted.float(), rtol=0.05, atol=0.05 * float(wanted.float().std()))
     beside = torch.cat([kernel.linear(x, weight, None) for weight in three], -1)
+    undivided = torch.cat([kernel.linear(x[:, :640], weight, None) for weight in wide], -1)
     for rows in ROWS:
         assert torch.equal(kernel.linears(x[:rows], (gate, up), (bias, bias), kind), whole[:rows])
         assert torch.equal(kernel.linears(x[-rows:], three, [None] * 3), beside[-rows:])
+        assert torch.equal(kernel.linears(x[-rows:, :640], wide, [None] * 3), undivided[-rows:])
+
+
+@pytest.mark.parametrize("layout", ["int8 by lines", "e4m3 in blocks of 128", "e4m3 by lines", "4 bits by lines"])
+def test_a_depth_of_no_whole_stages(layout):
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        weight, _ = LAYOUTS[layout](8256, 1312, torch.bfloat16)
+        x = torch.randn(max(ROWS), 1312).bfloat16()
+    whole = kernel.linear(x, weight, None)
+    wanted, wide = product(x, numbers(weight, torch.bfloat16), None)
+    assert bool(((whole.double() - wanted).abs() <= wide).all())
+    for rows in ROWS:
+        assert torch.equal(kernel.linear(x[-rows:], weight, None), whole[-rows:]), rows
+
+
+@pytest.mark.parametrize("rows", [60, 128])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_product_has_the_same_bits_each_time(layout, rows):
+    """Where loads of a later stage went ahead of what reads a place they would now and then change a bit."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        gate, up, down = (LAYOUTS[layout](*shape, torch.bfloat16)[0] for shape in [(4096, 4096)] * 2 + [(1024, 8192)])
+        x, wide = torch.randn(rows, 4096).bfloat16(), torch.randn(rows, 8192).bfloat16()
+    first = kernel.linears(x, (gate, up), (None, None), SILU), joined(kernel.linear_parts(wide, down, None))
+    for _ in range(50):
+        assert torch.equal(kernel.linears(x, (gate, up), (None, None), SILU), first[0])
+        assert torch.equal(joined(kernel.linear_parts(wide, down, None)), first[1])
 
 
 @pytest.mark.parametrize("wider", [8, 64])

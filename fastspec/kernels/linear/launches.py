@@ -59,7 +59,8 @@ class HopperLaunch:
     """Weight tiles of channels x depth, `stages` of them at once in shared memory, the first `ahead` before the rows
     are there; `parts` of the inner size, 1 but for `linear_parts`. With `rows` (a power of 2, 8 to 256) a program takes
     so many rows; else it takes all, 256 at most. `side` and `series`: the parts that a program sums itself, side by
-    side (each a row of the tile's `rows`) or one after another. Of its 4 or 8 `warps` four multiply 64 channels."""
+    side (each a row of the tile's `rows`) or one after another. Of its 4 or 8 `warps` four multiply 64 channels. With
+    a `ring` one warp more loads all stages, and each four go on by themselves (stored weights alone)."""
 
     channels: int
     depth: int
@@ -70,6 +71,7 @@ class HopperLaunch:
     side: int = 1
     series: int = 1
     warps: int = 4
+    ring: bool = False
 
 
 @dataclass(frozen=True, slots=True)

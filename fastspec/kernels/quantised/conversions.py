@@ -161,12 +161,11 @@ def pair_assembly(kind: Codes, dtype: torch.dtype, zeros: bool) -> str | None:
     )
 
 
-PLACE = (
-    ".shared .align 1024 .b8 stored_table[32768];\n"
-    "{ .reg .b32 a, b; mov.u32 a, %laneid; mov.u32 b, stored_table; mad.lo.u32 $0, a, 4, b; }"
-)
-"""Makes room for 256 words, each 32 times, once in every bank, and says where the lane's first one is. (Gluon reads
-shared memory by places that registers hold since Triton 3.7 alone.)"""
+ROOM = ".shared .align 1024 .b8 stored_table[32768];\nmov.u32 $0, 0;"
+"""Makes room for 256 words, each 32 times, once in every bank. (Gluon reads shared memory by places that registers hold
+since Triton 3.7 alone.)"""
+PLACE = "{ .reg .b32 a, b; mov.u32 a, %laneid; mov.u32 b, stored_table; mad.lo.u32 $0, a, 4, b; }"
+"""Says where the lane's copy of the first word is."""
 FILL = (
     "{ .reg .b32 a, b; mov.u32 a, %laneid; mov.u32 b, stored_table; mad.lo.u32 b, a, 4, b; "
     "mad.lo.u32 b, $1, 128, b; st.shared.u32 [b], $2; mov.u32 $0, 0; }"

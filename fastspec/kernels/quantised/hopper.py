@@ -9,6 +9,10 @@ thread that multiplies it makes a word of two numbers of it (conversions.py). Fo
 once, and take a unit each of one, or of two. Numbers of a table are read from shared
 memory by the byte of two codes: each lane has a copy there, in a bank of its own.
 
+Tall tiles, and those of a table from 17 rows on, are a ring: one warp more loads all stages, and groups of four warps
+multiply 64 channels each, without waiting for one another. A stage has two barriers: `full` counts its bytes, `free`
+the groups whose products of it are done. Other tiles ask for a stage once the products of the one before are done.
+
 Depths of few output channels are cut in 2 or 4 parts, added up as (0 + 1) + (2 + 3): SIDE by SIDE in one tile, in
 SERIES, or S programs of their own, which leave the sum to a norm. A step's products are summed in order, in steps of
 16; with GROUPED each step's sum is multiplied by its scale and added, else each part's sums are multiplied by the
@@ -19,6 +23,7 @@ interpreter: tested on the GPU alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +41,7 @@ from fastspec.kernels.launch import dependent, is_hopper
 from fastspec.kernels.linear.hopper import _joined, _load, barrier
 from fastspec.kernels.linear.launches import MULTIPROCESSORS, HopperLaunch
 from fastspec.kernels.linear.reference import SILU, Activation
-from fastspec.kernels.quantised.conversions import FILL, PLACE, pair_assembly, pair_table
+from fastspec.kernels.quantised.conversions import FILL, PLACE, ROOM, pair_assembly, pair_table
 from fastspec.kernels.quantised.reference import StoredWeight
 
 STEP = 128
@@ -54,34 +59,46 @@ STAGES, SHARED = 4, 224 << 10
 
 
 @gluon.jit
-def _ask(
-    codes,
-    bars,
-    w_smem,
-    stage,
-    which,
-    line,
-    o_k,
-    wanted,
-    BYTES: gl.constexpr,
-    GATES: gl.constexpr,
-    COUNT: gl.constexpr,
-    BM: gl.constexpr,
-    STEP: gl.constexpr,
-    STEPS: gl.constexpr,
-    PER: gl.constexpr,
-):
+def _ask(codes, bars, w_smem, stage, which, line, o_k, wanted, FORM: gl.constexpr):
     """Ask for a stage of codes, if it is wanted; the barrier waits for the rows' bytes too."""
-    mbarrier.expect(bars.index(stage), BYTES, wanted)
-    if GATES == 2:
-        TILES: gl.constexpr = STEP * STEPS // PER // w_smem.shape[2]
-        for i in gl.static_range(TILES):
-            o_word, tile = o_k // PER + i * w_smem.shape[2], w_smem.index(stage * TILES + i)
-            _load(codes[0], [line, o_word], bars.index(stage), tile.slice(0, BM // 2), wanted)
-            _load(codes[1], [line, o_word], bars.index(stage), tile.slice(BM // 2, BM // 2), wanted)
-    else:
-        for i in gl.static_range(COUNT):
-            _load(codes[i], [line, o_k // PER], bars.index(stage), w_smem.index(stage), wanted & (which == i))
+    COUNT: gl.constexpr = FORM.count
+    LINES: gl.constexpr = FORM.lines // FORM.gates
+    WORDS: gl.constexpr = w_smem.shape[2]
+    TILES: gl.constexpr = FORM.depth * FORM.bits // 32 // WORDS
+    bar, o_word = bars.index(stage), o_k * FORM.bits // 32
+    mbarrier.expect(bar, FORM.groups * FORM.lines * FORM.depth * FORM.bits // 8 + FORM.rows * FORM.depth * 2, wanted)
+    ALL: gl.constexpr = FORM.groups * TILES
+    for i in gl.static_range(ALL):
+        tile, o_tile = w_smem.index(stage * ALL + i), [line + i // TILES * LINES, o_word + i % TILES * WORDS]
+        for j in gl.static_range(COUNT):
+            if FORM.gates == 2:
+                _load(codes[j], o_tile, bar, tile.slice(j * LINES, LINES), wanted)
+            else:
+                _load(codes[j], o_tile, bar, tile, wanted & (which == j))
+
+
+@gluon.jit
+def _load_ring(memory, place, FORM: gl.constexpr, PDL: gl.constexpr):
+    """Loads of all stages, by a warp of its own: a place is written again once every group of warps is done with it."""
+    codes, d_x, full, free, w_smem, x_smem = memory
+    which, line, row, begin, count = place
+    STAGES: gl.constexpr = FORM.stages
+    for i in gl.static_range(STAGES):
+        _ask(codes, full, w_smem, i, which, line, (begin + i) * FORM.depth, i < count, FORM)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    for i in gl.static_range(STAGES):
+        _load(d_x, [row, (begin + i) * FORM.depth], full.index(i), x_smem.index(i), i < count)
+    stage, phase = 0, 0
+    for turn in range(STAGES, count):
+        o_k = (begin + turn) * FORM.depth
+        mbarrier.wait(free.index(stage), phase)
+        _ask(codes, full, w_smem, stage, which, line, o_k, True, FORM)
+        _load(d_x, [row, o_k], full.index(stage), x_smem.index(stage))
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
 
 
 @gluon.jit
@@ -122,14 +139,14 @@ def _each(b_words, UNITS: gl.constexpr):
 
 
 @gluon.jit
-def _filled(p_table, b_unit, PLACE: gl.constexpr, FILL: gl.constexpr, WARPS: gl.constexpr):
-    """Addresses of a table of 256 words in shared memory, of which each lane has a copy in a bank of its own."""
-    b_base = gl.inline_asm_elementwise(PLACE, "=r,r", [b_unit], gl.int32, False, 1)
-    LANES: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([4, 1], [1, 32], [WARPS, 1], [1, 0]))
+def _fill(p_table, FORM: gl.constexpr):
+    """Fill a table of 256 words in shared memory, of which each lane has a copy in a bank of its own."""
+    THREADS: gl.constexpr = gl.BlockedLayout([1], [32], [FORM.warps], [0])
+    gl.inline_asm_elementwise(FORM.room, "=r,r", [gl.arange(0, 32 * FORM.warps, THREADS)], gl.int32, False, 1)
+    LANES: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([4, 1], [1, 32], [FORM.warps, 1], [1, 0]))
     o_word = gl.arange(0, 256, LANES)
-    gl.inline_asm_elementwise(FILL, "=r,r,r", [o_word, gl.load(p_table + o_word)], gl.int32, False, 1)
+    gl.inline_asm_elementwise(FORM.fill, "=r,r,r", [o_word, gl.load(p_table + o_word)], gl.int32, False, 1)
     barrier()
-    return b_base
 
 
 @gluon.jit
@@ -227,95 +244,44 @@ def _words(step: int, warps: int, bits: int) -> Any:
     )
 
 
-@gluon.jit(do_not_specialize=["R"])
-def _hopper_stored(
-    d_first,
-    d_second,
-    d_third,
-    weights,
-    d_x,
-    p_out,
-    R,
-    M,
-    stages,
-    table,
-    BM: gl.constexpr,
-    STEP: gl.constexpr,
-    STEPS: gl.constexpr,
-    BR: gl.constexpr,
-    COUNT: gl.constexpr,
-    GATES: gl.constexpr,
-    BITS: gl.constexpr,
-    S: gl.constexpr,
-    SIDE: gl.constexpr,
-    SERIES: gl.constexpr,
-    GROUPED: gl.constexpr,
-    GROUP: gl.constexpr,
-    ZEROS: gl.constexpr,
-    NESTED: gl.constexpr,
-    FACTORS: gl.constexpr,
-    BIAS: gl.constexpr,
-    PARTS: gl.constexpr,
-    ALPHA: gl.constexpr,
-    CUBIC: gl.constexpr,
-    ASSEMBLY: gl.constexpr,
-    PLACE: gl.constexpr,
-    FILL: gl.constexpr,
-    STAGES: gl.constexpr,
-    WARPS: gl.constexpr,
-    PDL: gl.constexpr,
-):
-    """Out [R, M] in d_x's dtype, or with PARTS [S, R, M] fp32. The grid's second side counts tiles of BR rows. With
-    SIDE codes and rows are those of the parts; SERIES divides the stages."""
+@gluon.jit
+def _products(OF: gl.constexpr, memory, place, out, FORM: gl.constexpr, PDL: gl.constexpr):
+    """Products of the lines of a group of warps, the OF-th, which writes its part of out."""
+    codes, d_x, full, free, w_smem, x_smem = memory
+    which, line, row, begin, count = place
+    table, weights, chosen, first, part, p_out, R, M = out
     dtype: gl.constexpr = d_x.dtype
-    ALONE: gl.constexpr = BR > 64 or SERIES > 1  # one part of a sum: registers hold no more
+    BM: gl.constexpr = FORM.lines
+    BR: gl.constexpr = FORM.rows
+    BK: gl.constexpr = FORM.depth
+    STEP: gl.constexpr = FORM.step
+    GATES: gl.constexpr = FORM.gates
+    SIDE: gl.constexpr = FORM.side
+    SERIES: gl.constexpr = FORM.series
+    GROUP: gl.constexpr = FORM.group
+    GROUPED: gl.constexpr = FORM.grouped
+    NESTED: gl.constexpr = FORM.nested
+    FACTORS: gl.constexpr = FORM.factors
+    ZEROS: gl.constexpr = FORM.zeros
+    STAGES: gl.constexpr = FORM.stages
+    WARPS: gl.constexpr = FORM.warps
+    RING: gl.constexpr = FORM.ring
+    ASSEMBLY: gl.constexpr = FORM.assembly
+    STEPS: gl.constexpr = BK // STEP
+    ALONE: gl.constexpr = BR > 64 or SERIES > 1 or RING  # one part of a sum: registers hold no more
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BR, 16])
     CODES: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    PER: gl.constexpr = 32 // BITS  # codes of a word
     UNITS: gl.constexpr = _units(STEP, WARPS)
-    WORDS: gl.constexpr = _words(STEP, WARPS, BITS)
+    WORDS: gl.constexpr = _words(STEP, WARPS, FORM.bits)
     BC: gl.constexpr = BM // SIDE // GATES
-    BK: gl.constexpr = STEP * STEPS
     OUT: gl.constexpr = gl.BlockedLayout([8, 1], [min(32, BC // 8), 32 // min(32, BC // 8)], [1, WARPS], [0, 1])
     TOLD: gl.constexpr = SUMS if SIDE == 1 else OUT
-    BYTES: gl.constexpr = BM * BK * BITS // 8 + BR * BK * 2
+    WIDE: gl.constexpr = w_smem.shape[2]  # words of a line in a tile
+    TILES: gl.constexpr = BK * FORM.bits // 32 // WIDE
 
-    codes = (d_first, d_second, d_third)
-    tile, part, which, first, lines = gl.program_id(0) // S, gl.program_id(0) % S, 0, 0, weights[0].lines
-    p_scales, p_bias, columns, block = weights[0].scales, weights[0].bias, weights[0].columns, weights[0].block
-    p_zeros, p_nested, p_factors, p_offset = weights[0].zeros, weights[0].nested, weights[0].factors, weights[0].offset
-    if GATES == 1:
-        for i in gl.static_range(1, COUNT):
-            tiles = (lines + BC - 1) // BC
-            if (which == i - 1) & (tile >= tiles):
-                tile -= tiles
-                which = i
-                first += lines
-                lines, columns, block = weights[i].lines, weights[i].columns, weights[i].block
-                p_scales = weights[i].scales
-                if ZEROS:
-                    p_zeros = weights[i].zeros
-                if NESTED:
-                    p_nested, p_factors, p_offset = weights[i].nested, weights[i].factors, weights[i].offset
-                if BIAS:
-                    p_bias = weights[i].bias
-    line, row = tile * (BM // GATES), gl.program_id(1) * BR
-    count = stages // S
-    begin = part * count
-    WIDE: gl.constexpr = d_first.block_shape[1]  # words of a line in a tile
-    TILES: gl.constexpr = BK // PER // WIDE
-    w_smem = gl.allocate_shared_memory(d_first.dtype, [STAGES * TILES, BM, WIDE], d_first.layout)
-    x_smem = gl.allocate_shared_memory(dtype, [STAGES, BR, BK], d_x.layout)
-    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(bars.index(i), count=1)
-    fence()
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    for i in gl.static_range(STAGES):
-        _ask(
-            codes, bars, w_smem, i, which, line, (begin + i) * BK, i < count, BYTES, GATES, COUNT, BM, STEP, STEPS, PER
-        )
+    p_scales, p_zeros, p_nested, p_factors, p_offset, p_bias, lines, columns, block = chosen
+    line += OF * (BM // GATES)
+    o_first = line // SIDE
     o_part = gl.arange(0, BM, gl.SliceLayout(1, SUMS))
     is_first = o_part < BM // GATES
     o_mine = gl.minimum((line + o_part % (BM // GATES)) // SIDE, lines - 1)
@@ -328,12 +294,14 @@ def _hopper_stored(
         b_codes = _scale_codes(p_scales, above, o_now, is_first, GATES, STEPS)
         b_wide, b_factors = _opened(p_nested, p_factors, above, b_codes, o_now, is_first, GATES, STEPS, NESTED, FACTORS)
         b_codes = _scale_codes(p_scales, above, o_soon, is_first, GATES, STEPS)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    for i in gl.static_range(STAGES):
-        _load(d_x, [row, (begin + i) * BK], bars.index(i), x_smem.index(i), i < count)
+    if not RING:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        for i in gl.static_range(STAGES):
+            _load(d_x, [row, (begin + i) * BK], full.index(i), x_smem.index(i), i < count)
+        if table is not None:
+            _fill(table, FORM)
 
-    p_zeros_above = weights[GATES - 1].zeros
     if ZEROS:
         o_zero_part = gl.arange(0, BM, gl.SliceLayout(1, gl.SliceLayout(2, UNITS)))
         is_first_zero = o_zero_part < BM // GATES
@@ -343,11 +311,12 @@ def _hopper_stored(
     b_none = gl.zeros([BM, BR], gl.float32, SUMS)
     b_unit = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, UNITS)))
     if table is not None:
-        b_base = _filled(table, b_unit, PLACE, FILL, WARPS)[None, None, :].broadcast_to([BM, STEP // 8, 4])
+        b_base = gl.inline_asm_elementwise(FORM.place, "=r,r", [b_unit], gl.int32, False, 1)
+        b_base = b_base[None, None, :].broadcast_to([BM, STEP // 8, 4])
     b_unit = b_unit[None, None, :].broadcast_to([BM, STEP // 8, 4])
     b_sum, b_half, b_first = b_none, b_none, b_none
     if not GROUPED:
-        b_line = _of_lines(p_scales, weights[GATES - 1].scales, o_mine // block, is_first, GATES)
+        b_line = _of_lines(p_scales, above.scales, o_mine // block, is_first, GATES)
     stage, phase, before = 0, 0, STAGES - 1
     for i in gl.static_range(SERIES):
         for turn in range(count // SERIES * i, count // SERIES * (i + 1)):
@@ -368,14 +337,14 @@ def _hopper_stored(
                 for u in gl.static_range(STEPS):
                     b_new = _of_lines(p_scales, above.scales, o_places[u], is_first, GATES)
                     b_scales += (b_new,)  # type: ignore[assignment]  # unrolled
-            mbarrier.wait(bars.index(stage), phase)
-            # The products of the stage before are done: its place is free.
-            if WARPS > 4:  # in both groups of warps
-                barrier()
-            o_next, wanted = turn - 1 + STAGES, (turn > 0) & (turn - 1 + STAGES < count)
-            o_k = (begin + o_next) * BK
-            _ask(codes, bars, w_smem, before, which, line, o_k, wanted, BYTES, GATES, COUNT, BM, STEP, STEPS, PER)
-            _load(d_x, [row, o_k], bars.index(before), x_smem.index(before), wanted)
+            mbarrier.wait(full.index(stage), phase)
+            if not RING:  # the products of the stage before are done: its place is free
+                if WARPS > 4:  # in both groups of warps
+                    barrier()
+                o_next, wanted = turn - 1 + STAGES, (turn > 0) & (turn - 1 + STAGES < count)
+                o_k = (begin + o_next) * BK
+                _ask(codes, full, w_smem, before, which, line, o_k, wanted, FORM)
+                _load(d_x, [row, o_k], full.index(before), x_smem.index(before), wanted)
             for u in gl.static_range(STEPS):
                 b_x = x_smem.index(stage).slice(u * STEP, STEP, dim=1).permute((1, 0))
                 b_beside = None
@@ -383,11 +352,11 @@ def _hopper_stored(
                     b_beside = b_base
                 elif ZEROS:
                     o_group = gl.minimum(((begin + turn) * BK + u * STEP) // GROUP, columns // SIDE - 1) + o_zero
-                    b_zero = _zeros(p_zeros, p_zeros_above, o_group, o_shift, is_first_zero, GATES, dtype)
+                    b_zero = _zeros(p_zeros, above.zeros, o_group, o_shift, is_first_zero, GATES, dtype)
                     b_beside = gl.expand_dims(gl.expand_dims(b_zero, 1), 2).broadcast_to([BM, STEP // 8, 4])
-                tile_smem = w_smem.index(stage * TILES + u * WORDS.shape[1] // WIDE)
+                tile_smem = w_smem.index((stage * FORM.groups + OF) * TILES + u * WORDS.shape[1] // WIDE)
                 codes_smem = tile_smem.slice(u * WORDS.shape[1] % WIDE, WORDS.shape[1], dim=1)
-                b_w = _numbers(codes_smem, b_beside, b_unit, BITS, WORDS, UNITS, CODES, ASSEMBLY, dtype)
+                b_w = _numbers(codes_smem, b_beside, b_unit, FORM.bits, WORDS, UNITS, CODES, ASSEMBLY, dtype)
                 if GROUPED:
                     if ALONE and u > 0:
                         b_sum = _fma(mma_wait(0, deps=(b_parts[u - 1],)), b_scales[u - 1][:, None], b_sum)
@@ -400,6 +369,9 @@ def _hopper_stored(
                 b_sum = _fma(mma_wait(0, deps=(b_parts[STEPS - 1],)), b_scales[STEPS - 1][:, None], b_sum)
             else:
                 b_sum = mma_wait(0, deps=(b_sum,))
+            if RING:
+                barrier()  # all warps of the group have read
+                mbarrier.arrive(free.index(stage))
             before = stage
             stage += 1
             if stage == STAGES:
@@ -420,10 +392,10 @@ def _hopper_stored(
 
     o_told = gl.arange(0, BM // SIDE, gl.SliceLayout(1, TOLD))
     is_told = o_told < BC
-    o_line = gl.minimum(tile * BC + o_told % BC, lines - 1)
-    if BIAS:
-        b_sum += _of_lines(p_bias, weights[GATES - 1].bias, o_line, is_told, GATES)[:, None]
-    if PARTS:
+    o_line = gl.minimum(o_first + o_told % BC, lines - 1)
+    if FORM.bias:
+        b_sum += _of_lines(p_bias, above.bias, o_line, is_told, GATES)[:, None]
+    if FORM.apart:
         b_out = gl.convert_layout(b_sum, OUT)
     elif GATES == 2:
         PAIRS: gl.constexpr = gl.BlockedLayout(
@@ -432,15 +404,88 @@ def _hopper_stored(
         b_both = gl.permute(gl.reshape(b_sum.to(dtype), [2, BC, BR]), (1, 2, 0))
         b_gate, b_up = gl.split(gl.convert_layout(b_both, PAIRS))
         b_gate, b_up = gl.convert_layout(b_gate, OUT).to(gl.float32), gl.convert_layout(b_up, OUT).to(gl.float32)
-        b_in = b_gate + CUBIC * b_gate * b_gate * b_gate if CUBIC != 0.0 else b_gate
-        b_gate = (b_gate / (1.0 + gl.exp(-ALPHA * b_in))).to(dtype)
+        b_in = b_gate + FORM.cubic * b_gate * b_gate * b_gate if FORM.cubic != 0.0 else b_gate
+        b_gate = (b_gate / (1.0 + gl.exp(-FORM.alpha * b_in))).to(dtype)
         b_out = (b_gate.to(gl.float32) * b_up).to(dtype)
     else:
         b_out = gl.convert_layout(b_sum.to(dtype), OUT)
-    o_m = tile * BC + gl.arange(0, BC, gl.SliceLayout(1, OUT))
+    o_m = o_first + gl.arange(0, BC, gl.SliceLayout(1, OUT))
     o_r = row // SIDE + gl.arange(0, BR // SIDE, gl.SliceLayout(0, OUT))
     m_out = (o_m < lines)[:, None] & (o_r < R)[None, :]
     gl.store(p_out + (part * R + o_r)[None, :].to(gl.int64) * M + (first + o_m)[:, None], b_out, mask=m_out)
+
+
+@gluon.jit(do_not_specialize=["R"])
+def _hopper_stored(
+    d_first, d_second, d_third, weights, d_x, p_out, R, M, stages, table, FORM: gl.constexpr, PDL: gl.constexpr
+):
+    """Out [R, M] in d_x's dtype, or apart [S, R, M] fp32. The grid's second side counts tiles of rows. With parts side
+    by side codes and rows are those of the parts; a series divides the stages."""
+    BC: gl.constexpr = FORM.groups * FORM.lines // FORM.side // FORM.gates
+    S: gl.constexpr = FORM.parts
+    COUNT: gl.constexpr = FORM.count
+    STAGES: gl.constexpr = FORM.stages
+    codes = (d_first, d_second, d_third)
+    tile, part, which, first, lines = gl.program_id(0) // S, gl.program_id(0) % S, 0, 0, weights[0].lines
+    p_scales, p_bias, columns, block = weights[0].scales, weights[0].bias, weights[0].columns, weights[0].block
+    p_zeros, p_nested, p_factors, p_offset = weights[0].zeros, weights[0].nested, weights[0].factors, weights[0].offset
+    if FORM.gates == 1:
+        for i in gl.static_range(1, COUNT):
+            tiles = (lines + BC - 1) // BC
+            if (which == i - 1) & (tile >= tiles):
+                tile -= tiles
+                which = i
+                first += lines
+                lines, columns, block = weights[i].lines, weights[i].columns, weights[i].block
+                p_scales = weights[i].scales
+                if FORM.zeros:
+                    p_zeros = weights[i].zeros
+                if FORM.nested:
+                    p_nested, p_factors, p_offset = weights[i].nested, weights[i].factors, weights[i].offset
+                if FORM.bias:
+                    p_bias = weights[i].bias
+    line, row, count = tile * (BC * FORM.side), gl.program_id(1) * FORM.rows, stages // S
+    begin = part * count
+    WIDE: gl.constexpr = d_first.block_shape[1]
+    TILES: gl.constexpr = STAGES * FORM.groups * (FORM.depth * FORM.bits // 32 // WIDE)
+    w_smem = gl.allocate_shared_memory(d_first.dtype, [TILES, FORM.lines, WIDE], d_first.layout)
+    x_smem = gl.allocate_shared_memory(d_x.dtype, [STAGES, FORM.rows, FORM.depth], d_x.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = full
+    if FORM.ring:
+        free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        if FORM.ring:
+            mbarrier.init(free.index(i), count=FORM.groups)
+    fence()
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    chosen = (p_scales, p_zeros, p_nested, p_factors, p_offset, p_bias, lines, columns, block)
+    memory = (codes, d_x, full, free, w_smem, x_smem)
+    place = (which, line, row, begin, count)
+    out = (table, weights, chosen, first, part, p_out, R, M)
+    if not FORM.ring:
+        for i in gl.static_range(STAGES):
+            _ask(codes, full, w_smem, i, which, line, (begin + i) * FORM.depth, i < count, FORM)
+    elif table is not None:
+        _fill(table, FORM)
+    if not FORM.ring:
+        _products(0, memory, place, out, FORM, PDL)
+    elif FORM.groups == 1:
+        gl.warp_specialize(
+            [(_products, (0, memory, place, out, FORM, PDL)), (_load_ring, (memory, place, FORM, PDL))], [1], [24]
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_products, (0, memory, place, out, FORM, PDL)),
+                (_products, (1, memory, place, out, FORM, PDL)),
+                (_load_ring, (memory, place, FORM, PDL)),
+            ],
+            [4, 1],
+            [232, 24],
+        )
 
 
 def step_of(weight: StoredWeight) -> int:
@@ -474,35 +519,37 @@ def takes(x: Tensor, weight: StoredWeight) -> bool:
 
 def launch_of(weights: Sequence[StoredWeight], rows: int, gated: bool, apart: bool = False) -> HopperLaunch:
     """The launch of weights beside each other, or of a gate and an up part; with `apart` of programs for each part of a
-    depth, that are left to a norm. Those of up to SIDEWAYS rows, without a table, were found on an H200 for the shapes
-    of a model of 8 billion weights, over weights that were not in the L2; the others by counting registers and
-    instructions. How parts are summed changes no bit. As many programs stand side by side on a multiprocessor as there
-    are: that hides more than stages do. More than SIDEWAYS rows take tiles that read rows half as often. Nested scales
-    have shorter stages, for the registers' sake."""
+    depth, that are left to a norm. They were found on an H200 for the shapes of a model of 8 billion weights, over
+    weights that were not in the L2. How parts are summed changes no bit. As many programs stand side by side on a
+    multiprocessor as there are: that hides more than stages do. More than SIDEWAYS rows take tiles that read rows half
+    as often. Nested scales have shorter stages, for the registers' sake."""
     one, parts = weights[0], 1 if gated else min(map(parts_of, weights))
     bits, table, nested, cut = one.kind.bits, bool(one.kind.table), one.nested is not None, one.depth // parts
     side = parts if not apart and parts * rows <= SIDEWAYS else 1
     series = parts if not apart and side == 1 else 1
     wide = min(TALLEST if series == 1 and step_of(one) > 32 else SIDEWAYS, max(8, 1 << (rows * side - 1).bit_length()))
-    tall = wide > SIDEWAYS
-    channels = 128 if (tall and cut > SHALLOW) or (table and series == 1) else 64
+    tall, lined = wide > SIDEWAYS, min(one.block[1], one.depth) == one.depth
+    ring = tall or (table and side == series == 1 and wide > 16)
+    several = series == 1 and (tall or gated or not ring) if table else tall and lined and cut > SHALLOW
+    channels = 128 if several else 64
     lines = sum(weight.shape[0] for weight in weights) * side * (parts if apart else 1)
     programs = -(-lines // channels) * -(-rows * side // wide)
     here = 1 + (programs - 1) // MULTIPROCESSORS
-    if tall or channels == 128:  # registers hold no more
+    if ring or channels == 128:  # registers hold no more
         here = min(here, 1 if channels == 128 and wide > 16 else 2)
     if wide <= 16:
         most = 512 if bits == 4 and not nested else 128 if bits == 8 and gated and wide > 8 else 256
-    elif tall or gated or side > 1:
-        most = 256 if channels == 128 and tall and step_of(one) == STEP else 128
+    elif ring or gated or side > 1:
+        most = 256 if ring and gated and not tall else 128
     else:
         most = 512 if bits == 4 and not nested and here == series == 1 else 256
     depth = next((each for each in (512, 256) if each <= most and cut % each == 0), STEP)
     stage = depth * (channels * bits // 8 + 2 * wide)
-    stages = max(2, min((SHARED // here - TABLE * table) // stage, STAGES))
+    scratch = channels * wide * 2 if ring else 0  # for the change of layout of what is written
+    stages = max(2, min((SHARED // here - TABLE * table - scratch) // stage, STAGES))
     if table:  # else the launcher grants a program 48 KiB, this table among them
         stages = max(stages, (48 << 10) // stage + 1)
-    return HopperLaunch(channels, depth, stages, stages, parts if apart else 1, wide, side, series)
+    return HopperLaunch(channels, depth, stages, stages, parts if apart else 1, wide, side, series, ring=ring)
 
 
 def hopper_stored(
@@ -525,7 +572,9 @@ def hopper_stored(
         codes = codes if side == 1 else codes.view(-1, codes.shape[1] // side)
         width = launch.depth * bits // 32
         width = width if gates == 1 else min(width, 32)  # of two weights a tile is as wide as its swizzle
-        described.append(_descriptor(codes.view(torch.int32), launch.channels // gates, width, gl.int32))
+        described.append(
+            _descriptor(codes.view(torch.int32), (64 if launch.ring else launch.channels) // gates, width, gl.int32)
+        )
         nested = weight.nested
         operands.append(
             HopperOperands(
@@ -546,6 +595,32 @@ def hopper_stored(
     # Scales of a stage's steps share a factor where stages begin at whole multiples of so many scales.
     shared = one.nested is not None and one.nested.block % steps == 0 and group == step
     shared = shared and all(weight.scales.shape[1] % (side * steps) == 0 for weight in weights)
+    form = HopperForm(
+        lines=64 if launch.ring else launch.channels,
+        groups=launch.channels // 64 if launch.ring else 1,
+        warps=4 if launch.ring else launch.channels // 16,
+        ring=launch.ring,
+        step=step,
+        depth=launch.depth,
+        rows=launch.rows,
+        stages=launch.stages,
+        count=len(weights),
+        gates=gates,
+        bits=bits,
+        parts=launch.parts,
+        side=side,
+        series=launch.series,
+        group=group,
+        grouped=group < depth,
+        zeros=one.zeros is not None,
+        nested=0 if one.nested is None else one.nested.block,
+        factors=1 if shared else steps,
+        bias=biases[0] is not None,
+        apart=out.dtype == torch.float32,
+        alpha=(kind or SILU).alpha,
+        cubic=(kind or SILU).cubic,
+        assembly=pair_assembly(one.kind, x.dtype, one.zeros is not None),
+    )
     _hopper_stored[(tiles // gates * launch.parts, -(-rows * side // launch.rows))](
         *(described + described[:1] * 2)[:3],
         tuple(operands),
@@ -555,33 +630,44 @@ def hopper_stored(
         out.shape[-1],
         -(-depth // side // launch.depth),
         pair_table(one.kind, x.dtype, x.device) if one.kind.table else None,
-        BM=launch.channels,
-        STEP=step,
-        STEPS=steps,
-        BR=launch.rows,
-        COUNT=len(weights),
-        GATES=gates,
-        BITS=bits,
-        S=launch.parts,
-        SIDE=side,
-        SERIES=launch.series,
-        GROUPED=group < depth,
-        GROUP=group,
-        ZEROS=one.zeros is not None,
-        NESTED=0 if one.nested is None else one.nested.block,
-        FACTORS=1 if shared else steps,
-        BIAS=biases[0] is not None,
-        PARTS=out.dtype == torch.float32,
-        ALPHA=(kind or SILU).alpha,
-        CUBIC=(kind or SILU).cubic,
-        ASSEMBLY=pair_assembly(one.kind, x.dtype, one.zeros is not None),
-        PLACE=PLACE,
-        FILL=FILL,
-        STAGES=launch.stages,
-        WARPS=launch.channels // 16,
-        num_warps=launch.channels // 16,
+        FORM=form,
+        num_warps=form.warps,
+        maxnreg=128 if launch.ring and form.groups == 1 else None,
         **dependent(x.device),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class HopperForm:
+    """Form of a program, which it is compiled for; `lines` and `warps` are those of each of its groups of warps."""
+
+    lines: int
+    groups: int
+    warps: int
+    ring: bool
+    step: int
+    depth: int
+    rows: int
+    stages: int
+    count: int
+    gates: int
+    bits: int
+    parts: int
+    side: int
+    series: int
+    group: int
+    grouped: bool
+    zeros: bool
+    nested: int
+    factors: int
+    bias: bool
+    apart: bool
+    alpha: float
+    cubic: float
+    assembly: str | None
+    room: str = ROOM
+    place: str = PLACE
+    fill: str = FILL
 
 
 class HopperOperands(NamedTuple):
