@@ -37,7 +37,7 @@ from fastspec.patches.assistants.registry import EagleDecoding, resolve
 from fastspec.patches.session import session_of
 from fastspec.programs.bench.report import quantiles
 
-WARM = 4
+WARM = 10
 """Calls before those that are timed: sizes of trees are captured in the first ones."""
 QWEN_MTP = (0.93, 0.80, 0.66, 0.58, 0.44, 0.39, 0.24)
 
