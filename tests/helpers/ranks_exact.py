@@ -68,8 +68,8 @@ def bits(load: Loader, kind: str) -> list[Any]:
     model = model.to(torch.float16 if kind == "qwen2" else torch.bfloat16)
     head = seer(bigram(**sizes())) if kind == "bigram" else tiny_head(model, copy_lm_head=False)
     inputs = given(60, 60, 60)
-    run = partial(model.generate, **LONG)
     with fastspec.patched(model, exact=True, eagle3=here(head).to(model.dtype)):
+        run = partial(model.generate, **LONG)
         assert fastspec.report(model).exact, fastspec.report(model).why_inexact
         alone = [run(row[None], assistant="autoregressive", **SCORED) for row in inputs["input_ids"]]
         said = torch.cat([each.sequences for each in alone])
