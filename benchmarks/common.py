@@ -26,9 +26,10 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def device_here() -> tuple[str, torch.dtype]:
-    """("cuda", bf16) where there is CUDA, else ("cpu", fp32)."""
-    return ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+def device_here(dtype: str | None = None) -> tuple[str, torch.dtype]:
+    """("cuda", bf16) where there is CUDA, else ("cpu", fp32); or the device and a dtype by name."""
+    device, usual = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    return device, usual if dtype is None else getattr(torch, dtype)
 
 
 def place(device: Any, dtype: torch.dtype | str) -> Row:
@@ -52,8 +53,9 @@ def read(path: Path) -> list[Row]:
 
 
 def tree_of(text: str, **more: Any) -> fastspec.Eagle3:
-    """`Eagle3` of "total_tokens,depth,top_k", or of "auto"."""
-    sizes: list[Any] = ["auto"] if text == "auto" else [int(size) for size in text.split(",")]
+    """`Eagle3` of "total_tokens,depth,top_k", of "auto", or of "default"."""
+    known: dict[str, list[Any]] = {"auto": ["auto"], "default": []}
+    sizes = known[text] if text in known else [int(size) for size in text.split(",")]
     return fastspec.Eagle3(**dict(zip(("total_tokens", "depth", "top_k"), sizes, strict=False)), **more)
 
 

@@ -1,30 +1,20 @@
 """The draft phase of an EAGLE-3 head on a CUDA device: milliseconds to feed a round's pairs and to grow the next tree.
 
     python benchmarks/drafter.py --heads llama-8b smollm2-135m --rows 1 4 --out rows.jsonl
-    python benchmarks/drafter.py --phases --rows 1 --out rows.jsonl
 
 Ways: the one launch (the candidates alone, without the re-ranking), and `EagleDrafter` on the ops of a backend (with
 it), each as calls from Python and, where rounds of the backend are captured, as the replay of a CUDA graph, with the
 MiB at the peak beside the head's weights. Heads have the sizes of full_size.py's shapes and random weights. The one
 launch is checked against the head's own forward first. The floor is reading every weight once a pass, at --bandwidth.
-
-With --phases a row tells where the time of the one launch goes. Its grid barrier is replaced by one after which the
-first program notes the device's nanoseconds: medians over launches of every phase of the pass that feeds the accepted
-pairs (`pairs_us`) and of those over the tree's levels (`level_us`); `weights_us` is reading a phase's weights.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from common import captured, free_memory, milliseconds, parser_of, place, write
 from full_size import SHAPES, config_of, head_config
 from torch import Tensor, nn
@@ -34,30 +24,12 @@ from fastspec.generation.drafters.head_drafter import EagleDrafter
 from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.heads.module import EagleHead
 from fastspec.generation.tree import Verdict
-from fastspec.kernels.drafting.fused import phases as fused_phases
 from fastspec.kernels.drafting.fused.draft import DraftWeights, draft, draft_space, draft_weights
 from fastspec.patches.backends import choose_backend
 from fastspec.programs.bench.report import quantiles
 
 PAIRS, REAL = 9, 5
 """Slots for pairs, and how many of them are real."""
-PASS = ("gather", "qkv", "attention", "join", "out", "norm", "gate_up", "down", "last norm", "head", "children")
-"""The phases of a pass over a level, in order."""
-PAIRS_PASS = (*PASS[:9], "keep", *PASS[9:])
-NOTES = tl.constexpr(16)
-"""Words of the barrier's counter before the notes."""
-plain_barrier = fused_phases.grid_barrier
-
-
-@triton.jit
-def noting_barrier(p_count, goal):
-    """The kernel's own barrier, after which the first program notes the time behind the counter."""
-    following = plain_barrier(p_count, goal)
-    if tl.program_id(0) == 0:
-        asm: tl.constexpr = "{ .reg .u64 t; add.s64 t, $1, 0; mov.u64 t, %globaltimer; cvt.u32.u64 $0, t; }"
-        now = tl.inline_asm_elementwise(asm, "=r,l", [p_count.to(tl.int64)], tl.int32, is_pure=False, pack=1)
-        tl.store(p_count + NOTES + goal // tl.num_programs(0), now)
-    return following
 
 
 def make_head(name: str, vocabulary: int) -> EagleHead:
@@ -74,17 +46,11 @@ def make_head(name: str, vocabulary: int) -> EagleHead:
     return head
 
 
-def parts_of(head: EagleHead) -> dict[str, tuple[nn.Linear, ...]]:
-    """The products of a level's phases."""
-    attn, mlp = head.layers[0].self_attn, head.layers[0].mlp
-    qkv, gate_up = (attn.q_proj, attn.k_proj, attn.v_proj), (mlp.gate_proj, mlp.up_proj)
-    return {"qkv": qkv, "out": (attn.o_proj,), "gate_up": gate_up, "down": (mlp.down_proj,), "head": (head.lm_head,)}
-
-
 def packed_weights(head: EagleHead) -> DraftWeights:
     """The weights as the one launch reads them: copies here, where `EagleDrafter` makes the head's parameters views."""
-    parts = parts_of(head)
-    qkv, gate_up = (torch.cat([each.weight for each in parts[name]]) for name in ("qkv", "gate_up"))
+    attn, mlp = head.layers[0].self_attn, head.layers[0].mlp
+    parts = (attn.q_proj, attn.k_proj, attn.v_proj), (mlp.gate_proj, mlp.up_proj)
+    qkv, gate_up = (torch.cat([each.weight for each in part]) for part in parts)
     return draft_weights(BoundHead.of(head), qkv, gate_up)
 
 
@@ -168,22 +134,6 @@ def measured(make: Callable[[], Callable[[], Any]], captures: bool, times: int) 
         yield {"kind": kind, "ms": ms, "mib": round((torch.cuda.max_memory_allocated() - held) / 2**20, 1)}
 
 
-def phases(fused: Fused, count: Tensor, depth: int, launches: int) -> dict[str, Any]:
-    """Median microseconds of the phases of the pass over the pairs, and of those over levels."""
-    names = [("pairs_us", name) for name in PAIRS_PASS] + [("level_us", name) for name in PASS] * depth
-    spent: dict[str, dict[str, list[float]]] = {"pairs_us": {}, "level_us": {}}
-    for _ in range(launches):
-        count.zero_()
-        fused()
-        notes = [note for note in count[NOTES.value :].tolist() if note]
-        if len(notes) != len(names) + 1:
-            raise SystemExit(f"{len(notes) - 1} phases between barriers; {len(names)} were expected")
-        for (kind, name), (before, after) in zip(names, pairwise(notes), strict=True):
-            spent[kind].setdefault(name, []).append(((after - before) & 0xFFFFFFFF) / 1e3)
-    medians = {kind: {name: round(statistics.median(v), 2) for name, v in of.items()} for kind, of in spent.items()}
-    return medians | {"level_sum_us": round(sum(medians["level_us"].values()), 1)}
-
-
 @torch.no_grad()
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__)
@@ -195,12 +145,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tree", default="60,7,10", help="total_tokens,depth,top_k")
     parser.add_argument("--bandwidth", type=float, default=4.3, help="TB/s of the floor")
     parser.add_argument("--times", type=int, default=30)
-    parser.add_argument("--phases", action="store_true", help="the phases of the one launch, and nothing else")
     args = parser.parse_args(arguments)
     torch.manual_seed(0)
     shape = TreeShape(*map(int, args.tree.split(",")))
-    if args.phases:
-        fused_phases.grid_barrier = noting_barrier  # before the kernel is compiled
     for name in args.heads:
         head = make_head(name, args.vocabulary)
         weights, sizes = packed_weights(head), {key: weight.nbytes for key, weight in head.named_parameters()}
@@ -210,17 +157,6 @@ def main(arguments: list[str] | None = None) -> None:
         shared |= place("cuda", torch.bfloat16)
         for rows in args.rows:
             fused = partial(checked, head, weights, shape, rows, args.prefix)
-            if args.phases:
-                launch, count = fused(), torch.zeros(4096, dtype=torch.int32, device="cuda")
-                buffers = list(launch.space.buffers)
-                buffers[-2] = count
-                launch.space = replace(launch.space, buffers=tuple(buffers))
-                launch()
-                us = {part: sum(each.weight.nbytes for each in of) for part, of in parts_of(head).items()}
-                us = {part: round(size / args.bandwidth / 1e6, 2) for part, size in us.items()}
-                row = shared | {"rows": rows, "weights_us": us}
-                write(args.out, row | phases(launch, count, shape.depth, args.times))
-                continue
             ways: dict[str, tuple[Callable[[], Callable[[], Any]], bool]] = {"fused": (fused, True)}
             for backend in args.backends:
                 captures = choose_backend(backend, torch.device("cuda")).captures

@@ -16,20 +16,24 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import device_here, free_memory, milliseconds, parser_of, place, timed, tree_of, write
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedTokenizerFast
 from transformers.integrations.finegrained_fp8 import FP8Linear
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 import fastspec
 from fastspec.generation.heads.module import EagleHead, HeadConfig
 from fastspec.generation.heads.rounded_linear import RoundedLinear
+from fastspec.models import SMOLLM2, source_of
 from fastspec.patches.assistants.speculative import read_parameters
 from fastspec.patches.hf.cache import CACHE
 from fastspec.patches.hf.config_fields import delta_shape, layer_shapes, recurrent_layers
@@ -160,6 +164,30 @@ def made_whole(model: Any, device: Any) -> Any:
     model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config).to(device)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     return model
+
+
+def wide_tokenizer(size: int) -> Any:
+    """SmolLM2's tokenizer, with words that no text has for all tokens up to so many."""
+    source, packed = source_of(SMOLLM2)
+    own = AutoTokenizer.from_pretrained(source, **packed)
+    state = json.loads(own.backend_tokenizer.to_str())
+    state["model"]["vocab"] |= {f"\u0120<{index}>": index for index in range(len(own), size)}
+    roles = {name: value for name, value in own.special_tokens_map.items() if isinstance(value, str)}
+    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)), **roles)
+    made.chat_template = own.chat_template
+    return made
+
+
+@contextmanager
+def saved_shape(name: str) -> Iterator[str]:
+    """Folder with the configuration of a shape, and one in it, `tokenizer`, for servers that draw random weights: in
+    the same one transformers takes another tokenizer by the model's type."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_empty(name, torch.bfloat16)
+        model.config.architectures = [type(model).__name__]  # which vLLM chooses its class by
+        model.config.save_pretrained(folder)
+        wide_tokenizer(model.config.vocab_size).save_pretrained(f"{folder}/tokenizer")
+        yield folder
 
 
 def head_config(config: Any, draft_vocab: int, **more: Any) -> HeadConfig:

@@ -1,28 +1,33 @@
 """Time whole calls of models with random weights at a given acceptance, beside plain decoding in the same run.
 
-A head with random weights drafts, at its real cost; the target's own continuation, which a plain call gave, then takes
-the place of a chain of its drafts: draft token d of a round is right, with all before it, with the d-th probability of
-`--survival`, by numbers that hang on the prompt and the position. All other drafts are wrong. The default is that of a
-397B Qwen's MTP layer (SPEED-Bench, coding). So tokens per second are those of a head that reaches this acceptance.
+A head with random weights drafts, at its real cost; the target's own continuation then takes the place of a chain of
+its drafts: draft token d of a round is right, with all before it, with the d-th probability of `--survival`, by numbers
+that hang on the prompt and the position. All other drafts are wrong. The default is that of a 397B Qwen's MTP layer
+(SPEED-Bench, coding). So tokens per second are those of a head that reaches this acceptance.
 
-Embeddings are large and the LM head looks for the token after the last one: which token is likeliest does not hang on
-the rounding of a pass, so that trees of any size emit the same text. Mixtures choose experts for each token
+Embeddings are large and the LM head looks for the token STRIDE after the last one: which token is likeliest does not
+hang on the rounding of a pass, so that trees of any size emit the same text. Mixtures choose experts for each token
 independently.
 
     python benchmarks/oracle.py --shapes llama-8b --rows 1,8,32 --trees auto "60,7,10" --out rows.jsonl
+    python benchmarks/oracle.py --serve 8001 --shapes llama-8b --rows 64 --trees default        # none: without drafts
+
+With `--serve` one shape answers on a port as `fastspec serve` does, texts of `--prefix` + `--tokens` tokens at the
+most, by SmolLM2's tokenizer with words for all other tokens, and no token ends an answer: serving.py measures it.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from common import Row, device_here, free_memory, parser_of, place, timed, tree_of, write
-from full_size import CALLS, EMBEDDED, SHAPES, make_head, make_model, numbers
+from full_size import CALLS, EMBEDDED, SHAPES, make_head, make_model, numbers, wide_tokenizer
 from torch import Tensor
 from transformers import GenerationConfig
 
@@ -39,20 +44,18 @@ from fastspec.programs.bench.report import quantiles
 
 WARM = 10
 """Calls before those that are timed: sizes of trees are captured in the first ones."""
+STRIDE = 997
+"""From a token to the likeliest next one: answers pass over bytes and special tokens."""
 QWEN_MTP = (0.93, 0.80, 0.66, 0.58, 0.44, 0.39, 0.24)
 
 
 @dataclass(eq=False, slots=True)
 class Oracle:
-    """Continuations of prompts by the prompts' tokens, and the probabilities that the first d drafts are right."""
+    """Probabilities that the first d drafts are right, and continuations of prompts by the prompts' tokens, None of a
+    steady model, of which they are known."""
 
     survival: Sequence[float] = QWEN_MTP
-    answers: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
-
-    def learn(self, prompts: Tensor, answers: Tensor) -> None:
-        """Take prompts [B, T] and what `generate` returned for them [B, T + new]."""
-        for text, whole in zip(prompts.tolist(), answers.tolist(), strict=True):
-            self.answers[tuple(text)] = whole[len(text) :]
+    answers: dict[tuple[int, ...], list[int]] | None = None
 
     def decoding(self, assistant: Any, model: Any) -> EagleDecoding:
         """The decoding of an EAGLE assistant with this oracle's drafts."""
@@ -118,6 +121,9 @@ class OracleDrafter(EagleDrafter):
 
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
         super().begin(ids, counts, features, root)
+        if self.oracle.answers is None:
+            self.streams[: len(ids)] = (ids * torch.arange(1, 1 + ids.shape[1], device=ids.device)).sum(1, keepdim=True)
+            return
         for row, (text, count) in enumerate(zip(ids.tolist(), counts.tolist(), strict=True)):
             known = text[:count]
             whole = torch.tensor(known + self.oracle.answers.get(tuple(known), []))[: self.held.texts.shape[1]]
@@ -134,7 +140,10 @@ class OracleDrafter(EagleDrafter):
     def propose(self, extent: int) -> TokenTree:
         drafted = super().propose(extent).tokens
         shape, lengths = self.tree, self.target.lengths[:, None]
-        right = self.held.texts.gather(1, (lengths + shape.depths).clamp(max=self.held.texts.shape[1] - 1))
+        if self.oracle.answers is None:
+            right = (drafted[:, :1] + STRIDE * shape.depths) % self.vocabulary
+        else:
+            right = self.held.texts.gather(1, (lengths + shape.depths).clamp(max=self.held.texts.shape[1] - 1))
         agrees = self.chain & (uniform_at(self.streams, lengths) < self.survival[shape.depths])
         wrong = torch.where(drafted == right, (right + 1) % self.vocabulary, drafted)
         tokens = torch.cat((drafted[:, :1], torch.where(agrees, right, wrong)[:, 1:]), 1)
@@ -142,12 +151,12 @@ class OracleDrafter(EagleDrafter):
 
 
 def steady(model: Any) -> Any:
-    """Let the likeliest token be the one after the last, by a margin that no rounding reaches."""
+    """Let the likeliest token be the one STRIDE after the last, by a margin that no rounding reaches."""
     embedding, lm_head = model.get_input_embeddings().weight, model.get_output_embeddings()
     embedding.normal_(0.0, EMBEDDED)
     common = torch.nn.functional.normalize(torch.randn_like(embedding[0]), dim=0)
     embedding.addr_(embedding @ common, common, alpha=-1)
-    lm_head.weight = torch.nn.Parameter(embedding.roll(1, 0) / EMBEDDED, requires_grad=False)
+    lm_head.weight = torch.nn.Parameter(embedding.roll(STRIDE, 0) / EMBEDDED, requires_grad=False)
     return model
 
 
@@ -174,14 +183,38 @@ def in_flight(model: Any, prompts: Tensor, assistant: Any, rows: int, tokens: in
         return seconds, told | {"acceptance_length": round(batch.stats.acceptance_length, 3)}
 
 
+def opened(name: str, tree: str, survival: Sequence[float], args: argparse.Namespace) -> tuple[Any, Any]:
+    """(an open batch of a shape, its tokenizer), in the process of a server's rounds."""
+    torch.manual_seed(0)
+    model, length = steady(make_model(name, *device_here(args.dtype))), args.prefix + args.tokens
+    heads = {} if tree == "none" else {"eagle3": make_head(model, args.draft_vocab)}
+    fastspec.patch(model, backend=args.backend, **heads)
+    decoding = Oracle(survival).decoding(tree_of(tree), model) if heads else "autoregressive"
+    batch = fastspec.continuous(model, decoding, args.rows[0], max_length=length)
+    batch.warmup(length)
+    return batch, wide_tokenizer(model.config.vocab_size)
+
+
+def serve(build: Callable[[], tuple[Any, Any]], port: int, name: str) -> None:
+    """Answer on a port until a signal ends it."""
+    from fastspec.programs.serving.app import bound, build_app, run_server
+    from fastspec.programs.serving.remote import Remote
+    from fastspec.programs.serving.requests import Limits
+    from fastspec.programs.serving.rounds_process import left_alone_by_the_collector
+
+    with bound("127.0.0.1", port) as listener, Remote(build) as batch, left_alone_by_the_collector():
+        run_server(build_app(batch, batch.tokenizer, name, limits=Limits(4096, 256, 1 << 20)), listener)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__)
+    parser.add_argument("--serve", type=int, metavar="PORT", help="answer requests there, one shape with one tree")
     parser.add_argument("--shapes", default="llama-8b", help=f"of {', '.join(SHAPES)}, with commas between")
     parser.add_argument("--rows", type=numbers, default=[1, 8, 32], help="rows, with commas between")
     parser.add_argument("--prefix", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens of a call")
     parser.add_argument("--calls", type=int, default=CALLS)
-    parser.add_argument("--trees", nargs="+", default=["auto"], help='trees: auto, default, or "nodes,depth,top_k"')
+    parser.add_argument("--trees", nargs="+", default=["auto"], help='auto, default, or "nodes,depth,top_k"')
     parser.add_argument("--survival", default=",".join(map(str, QWEN_MTP)), help="P(the first d drafts are right)")
     parser.add_argument("--draft-vocab", type=int, default=32000)
     parser.add_argument("--open", action="store_true", help="answer 4 prompts a row in an open batch besides")
@@ -189,10 +222,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--backend", default="auto")
     args = parser.parse_args(arguments)
     survival = [float(each) for each in args.survival.split(",")]
-    device, usual = device_here()
-    dtype = usual if args.dtype is None else getattr(torch, args.dtype)
+    if args.serve is not None:
+        serve(partial(opened, args.shapes, args.trees[0], survival, args), args.serve, args.shapes)
+        return
+    device, dtype = device_here(args.dtype)
     shown = ("shape", "rows", "way", "method", "tree", "tokens_per_second", "over_plain", "acceptance_length", "equal")
-    trees = {text: fastspec.Eagle3() if text == "default" else tree_of(text) for text in args.trees}
 
     def tell(base: Row, seconds: list[float], count: int, plain: float | None = None, **more: Any) -> float:
         rate = count / statistics.median(seconds)
@@ -212,8 +246,7 @@ def main(arguments: list[str] | None = None) -> None:
                 ids, here = many[:rows], base | {"rows": rows, "way": "generate"}
                 plain, seconds = whole_calls(model, ids, "autoregressive", args.tokens, args.calls)
                 first = tell(here | {"method": "autoregressive"}, seconds, plain[:, args.prefix :].numel())
-                oracle.learn(ids, plain)
-                decodings = {text: oracle.decoding(tree, model) for text, tree in trees.items()}
+                decodings = {text: oracle.decoding(tree_of(text), model) for text in args.trees}
                 for text, decoding in decodings.items():
                     found, seconds = whole_calls(model, ids, decoding, args.tokens, args.calls)
                     last, count = fastspec.report(model).last, found[:, args.prefix :].numel()
@@ -225,8 +258,6 @@ def main(arguments: list[str] | None = None) -> None:
                     tell(here | {"method": "eagle3", "tree": text}, seconds, count, first, **told)
                 if args.open:
                     here["way"], count = "open", many.shape[0] * args.tokens
-                    for part in many[rows:].split(rows):
-                        oracle.learn(part, whole_calls(model, part, "autoregressive", args.tokens, 0)[0])
                     for text, decoding in {"": "autoregressive", **decodings}.items():
                         seconds, told = in_flight(model, many, decoding, rows, args.tokens, args.calls)
                         way = {"method": "eagle3", "tree": text} if text else {"method": decoding}

@@ -249,7 +249,7 @@ def sampling() -> str:
 
 
 SERVED = {"vllm": "vLLM", "fastspec-autoregressive": "fastspec, no drafts", "fastspec": "fastspec"}
-SERVED |= {"vllm-eagle3-3": "vLLM, EAGLE-3", "fastspec-eagle3": "fastspec, EAGLE-3"}
+SERVED |= {"vllm-eagle3-3": "vLLM, EAGLE-3", "fastspec-eagle3": "fastspec, EAGLE-3", "fastspec-oracle": "an oracle"}
 """A server's name in the rows -> what runs there."""
 
 

@@ -8,8 +8,9 @@ stands still.
         --start "cascade=fastspec serve LARGE --stage small=SMALL --predictor p.safetensors --name large --port {port}"
 
 Servers run already (`--server`), or are started here, all at once, and ended (`--start`): a free port takes the place
-of `{port}` in a command, a folder with the model, which another library reads, that of `{model}`, and its shipped head
-that of `{head}`. `ready_s` is the time until such a server is ready, the others starting beside it.
+of `{port}` in a command, a folder with the model, which another library reads (`saved_shape` of a shape in
+full_size.py), that of `{model}`, and its shipped head that of `{head}`. `ready_s` is the time until such a server is
+ready, the others starting beside it.
 
 Every server gets the same greedy chats, so many of them in flight at a time and six times as many in all, or
 `--requests` where those are more; the servers take turns at each load. Ways to ask: answers `streamed`; or `whole`; or
@@ -45,6 +46,7 @@ from pathlib import Path
 from typing import Any
 
 from common import Row, device_here, parser_of, place, write
+from full_size import SHAPES, saved_shape
 from openai import AsyncOpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -98,7 +100,8 @@ def started(commands: Sequence[str], model: str, patience: float) -> Iterator[di
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         filled = {}
         if any("{model}" in command for command in commands):
-            filled["{model}"] = stack.enter_context(saved(model, *load_model(model, dtype=device_here()[1])))
+            of = saved_shape(model) if model in SHAPES else saved(model, *load_model(model, dtype=device_here()[1]))
+            filled["{model}"] = stack.enter_context(of)
         if any("{head}" in command for command in commands):
             filled["{head}"] = str(find_head(model))
         begun, running = time.monotonic(), {}

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,9 +42,8 @@ def known(script: Any, rows: int, tokens: int) -> tuple[Any, Any, torch.Tensor, 
     ids = torch.randint(6, 97, (rows, 9), generator=torch.Generator().manual_seed(3))
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": tokens, **NEVER}
     plain = model.generate(ids, assistant="autoregressive", **options)
-    oracle = script.Oracle(SURVIVAL)
-    oracle.learn(ids, plain)
-    return model, oracle, ids, plain
+    answers = {tuple(row[:9]): row[9:] for row in plain.tolist()}
+    return model, script.Oracle(SURVIVAL, answers), ids, plain
 
 
 @pytest.mark.parametrize(("captured", "nodes", "depth"), [(True, 12, 3), (False, 3, 4)])
@@ -90,6 +92,42 @@ def test_rows_say_how_much_faster_an_acceptance_is(script, tmp_path, monkeypatch
     assert all(row["tokens_per_second"] > 0 and row["survival"] == [0.9, 0.8] for row in rows)
 
 
+def test_a_served_shape_answers_every_prompt_whole_and_the_same_with_and_without_drafts(script, monkeypatch) -> None:
+    """Of any prompts, which the oracle was told nothing of; no token ends an answer, and all have a text."""
+    full_size = importlib.import_module("full_size")
+    monkeypatch.setitem(full_size.SHAPES["tiny"][1], "vocab_size", 50_000)
+    asked = SimpleNamespace(prefix=60, tokens=100, draft_vocab=512, backend="auto", dtype="float32", rows=[3])
+    said: dict[str, list[list[int]]] = {}
+    for tree in ("none", "8,5,2"):
+        batch, tokenizer = script.opened("tiny", tree, script.QWEN_MTP, asked)
+        chats = [[{"role": "user", "content": f"prompt {number}"}] for number in range(12)]
+        prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
+        with batch:
+            futures = [batch.submit(torch.tensor([ids]), do_sample=False, max_new_tokens=100) for ids in prompts]
+            answers = zip(futures, prompts, strict=True)
+            said[tree] = [future.result(300)[0, len(ids) :].tolist() for future, ids in answers]
+        expected = 1 if tree == "none" else 1 + sum(script.QWEN_MTP[:6])  # of nodes in a chain
+        assert batch.stats.acceptance_length == pytest.approx(expected, rel=0.1)
+    assert said["none"] == said["8,5,2"] and all(len(ids) == 100 for ids in said["none"])
+    assert len(tokenizer) == 50_000 and tokenizer.decode([49_999]).strip() == "<49999>"
+    assert all(tokenizer.decode([token]) and "\ufffd" not in tokenizer.decode([token]) for token in said["none"][0])
+
+
+@pytest.mark.slow
+def test_a_shape_is_served(script, tmp_path) -> None:
+    """By a command that serving.py starts, with an oracle that it says the acceptance of."""
+    pytest.importorskip("openai")
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "rows.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"prompt {number}"}) + "\n" for number in range(9)))
+    start = "--serve {port} --shapes smollm2-135m --prefix 60 --tokens 8 --rows 2 --trees 8,5,2"
+    start = f"--start=one={sys.executable} {script.__file__} {start}"
+    given = f"--model smollm2-135m --prompts {prompts} --out {out} --ways whole --in-flight 2 --requests 1".split()
+    command = [sys.executable, Path(script.__file__).with_name("serving.py"), start, *given, "--max-tokens", "8"]
+    subprocess.run(command, check=True)
+    (row,) = (json.loads(line) for line in out.read_text().splitlines())
+    assert row["new_tokens"] == 8 * row["requests"] and row["acceptance_length"] > 2
+
+
 def test_the_likeliest_token_is_the_next_one_by_a_wide_margin(script) -> None:
     """Wider than what bf16 rounds away, for tokens of all kinds."""
     torch.manual_seed(0)
@@ -97,5 +135,5 @@ def test_the_likeliest_token_is_the_next_one_by_a_wide_margin(script) -> None:
     ids = torch.arange(20, 220).view(10, 20)
     logits = model(ids).logits
     best = logits.topk(2).values
-    assert torch.equal(logits.argmax(-1), ids + 1)
+    assert torch.equal(logits.argmax(-1), (ids + script.STRIDE) % model.config.vocab_size)
     assert float(((best[..., 0] - best[..., 1]) / logits.abs().amax(-1)).min()) > 0.05
