@@ -169,14 +169,24 @@ class FullAttention:
 
     def __call__(self, x: Tensor, nodes: Nodes) -> Summed:
         k, v = self.state.k[self.index], self.state.v[self.index]
-        qkv, (cos, sin, factor) = self.qkv(x), nodes.rotary[self.rotary]
+        qkv = self.qkv(x)
+        q = self._rotated(qkv, nodes)
+        mixed = self.ops.tree_attention(q, k, v, nodes.layouts[self.layout], self.scale, sinks=self.sinks, cap=self.cap)
+        return self.out(self.ops.gate_heads(mixed, qkv) if self.gated else mixed.flatten(-2))
+
+    def write(self, x: Tensor, nodes: Nodes) -> None:
+        """Write the nodes' keys and values, and read none."""
+        self._rotated(self.qkv(x), nodes)
+
+    def _rotated(self, qkv: Summed, nodes: Nodes) -> Tensor:
+        """Queries of a product, whose keys and values are written."""
+        k, v = self.state.k[self.index], self.state.v[self.index]
+        cos, sin, factor = nodes.rotary[self.rotary]
         written = (k, v) if self.owns else (k[:, :0], v[:, :0])
         norms = self.q_norm, self.k_norm, self.eps, self.offset
         switches = self.gated, self.norms_values, self.ties_values, self.interleaved
         slots = nodes.slots[self.state.ring]
-        q = self.ops.rope_cache(qkv, cos, sin, nodes.positions, *written, slots, *norms, *switches, factor)
-        mixed = self.ops.tree_attention(q, k, v, nodes.layouts[self.layout], self.scale, sinks=self.sinks, cap=self.cap)
-        return self.out(self.ops.gate_heads(mixed, qkv) if self.gated else mixed.flatten(-2))
+        return self.ops.rope_cache(qkv, cos, sin, nodes.positions, *written, slots, *norms, *switches, factor)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 import fastspec
 from fastspec.errors import Unsupported
 from fastspec.generation import target
+from fastspec.generation.drafters import head_drafter
 from fastspec.generation.drafters.head_drafter import EagleDrafter
 from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.tree import TokenTree, Verdict
@@ -145,16 +147,43 @@ def begun(
     return drafter
 
 
+@pytest.mark.parametrize("skimmed", [1, 15, head_drafter.SKIMMED])
 @pytest.mark.parametrize("chunk", [1, 5, 512])
 @pytest.mark.parametrize("variant", ["plain", "two layers", "eagle"])
 @torch.no_grad()
-def test_rows_of_different_lengths(variant, chunk, monkeypatch):
+def test_rows_of_different_lengths(variant, chunk, skimmed, monkeypatch):
+    """Read whole, or but for keys and values their last pairs alone, where a part has `skimmed` tokens of all rows."""
     monkeypatch.setattr(target, "NARROW", chunk)
+    monkeypatch.setattr(head_drafter, "SKIMMED", skimmed)
     head, shape, counts = head_of(variant), fastspec.TreeShape(total_tokens=12, depth=3, top_k=3), [1, 13, 6]
     ids, features = drawn(head, 3, 20, 4)
     tree = begun(head, shape, ids, features, counts).propose(13)
     for row, count in enumerate(counts):
         assert row_of(tree, row) == published(head, ids[row, : count + 1].tolist(), features[row, :count], shape)
+
+
+@pytest.mark.parametrize(("variant", "fed"), [("plain", 1), ("eagle", 1), ("two layers", 20)])
+@torch.no_grad()
+def test_a_prompt_s_last_pair_alone_attends_where_the_head_has_one_layer(variant, fed, monkeypatch):
+    monkeypatch.setattr(head_drafter, "SKIMMED", 40)
+    seen = []
+
+    def attention(q: Tensor, *more: Any, **named: Any) -> Tensor:
+        seen.append(q.shape[1])
+        return TORCH.tree_attention(q, *more, **named)
+
+    ids, features = drawn(head_of(variant), 2, 20, 0)
+    for rows, wanted in ((2, fed), (1, 20)):  # 40 tokens, and 20
+        drafter = EagleDrafter(
+            BoundHead.of(head_of(variant)),
+            fastspec.TreeShape(4, 2, 1),
+            rows=rows,
+            capacity=64,
+            ops=replace(TORCH, tree_attention=attention),
+        )
+        drafter.begin(ids[:rows, :20], torch.tensor([20, 3])[:rows], features[:rows, :20], ids[:rows, 0])
+        assert set(seen) == {wanted}
+        seen.clear()
 
 
 @pytest.mark.parametrize("variant", ["plain", "two layers", "norm_output", "eagle"])

@@ -28,6 +28,7 @@ from typer.testing import CliRunner
 import fastspec
 from fastspec import CheckpointError, Unsupported
 from fastspec.default_trees import TreeShape
+from fastspec.generation.drafters import head_drafter
 from fastspec.generation.drafters.head_drafter import EagleDrafter
 from fastspec.generation.drafters.tree_sizes import TreeSizes
 from fastspec.generation.heads.bound import DraftVocabulary
@@ -79,8 +80,13 @@ def theirs(made: MtpModel, model: Any, ids: Tensor, states: Tensor, steps: int) 
     return [torch.stack(each) for each in found]
 
 
+@pytest.mark.parametrize("skimmed", [1, head_drafter.SKIMMED])
 @torch.no_grad()
-def test_drafts_are_those_of_transformers_own_layer(both: tuple[Any, MtpModel]) -> None:
+def test_drafts_are_those_of_transformers_own_layer(
+    both: tuple[Any, MtpModel], skimmed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With prompts read whole, or but for keys and values their last pairs alone."""
+    monkeypatch.setattr(head_drafter, "SKIMMED", skimmed)
     model, made = both
     head = load_mtp(True, model)
     ids = torch.randint(6, 90, (1, 12), generator=torch.Generator().manual_seed(1))

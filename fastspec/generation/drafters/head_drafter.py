@@ -10,7 +10,7 @@ children come from that pass too.
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from fastspec.config import Ranks, part_of
 from fastspec.default_trees import TreeShape
 from fastspec.generation.capture import CapturedByShape, padded_width
-from fastspec.generation.decoder_layer import FULL_LAYOUT, Nodes, Rotary
+from fastspec.generation.decoder_layer import FULL_LAYOUT, LayoutKey, Nodes, Rotary
 from fastspec.generation.drafters.base import Drafter, Place, Process, RootsOnly, Traits
 from fastspec.generation.drafters.dynamic_tree import TreeGrowth, refuse_wide
 from fastspec.generation.drafters.head_program import Cut, program_of
@@ -31,6 +31,9 @@ from fastspec.generation.target import prompt_parts, widest_part
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.kernels.drafting.reference import own_bits
 
+SKIMMED = 512
+"""Tokens of all rows from which on a prompt's keys and values are written alone, and the last pairs read after them:
+of fewer the weights cost more than the sums."""
 BACKLOG = 1024
 """Tokens of all rows whose features wait for a head in rounds without drafts."""
 
@@ -120,9 +123,9 @@ class HeadDrafter(Drafter):
             part = slice(start, start + width)
             inputs = tokens[:, part], features[:, part], (counts - start).clamp(0, width)
             if self.chunks is None:
-                self._extend(*inputs, min(before + start + width, self.state.slots))
+                self._feed(*inputs, min(before + start + width, self.state.slots))
             else:
-                self.chunks(self._extend, self.state.slots, padded_width(width), *inputs)
+                self.chunks(self._feed, self.state.slots, padded_width(width), *inputs)
 
     def resting(self, root: Tensor) -> Drafter:
         return RestingDrafter(self, root)
@@ -165,6 +168,21 @@ class HeadDrafter(Drafter):
         path = verdict.path, verdict.accepted, verdict.bonus, active
         return self.ops.path_pairs(features, *path, self.root, self.state.lengths, out)
 
+    def _feed(self, tokens: Tensor, features: Tensor, counts: Tensor, extent: int | None = None) -> None:
+        """`_extend` of a text, nothing of which is drafted behind but its last pair: of a head of one layer the others
+        leave keys and values alone."""
+        mixer = self.program.writes
+        if mixer is None or tokens.numel() < SKIMMED:
+            self._extend(tokens, features, counts, extent)
+            return
+        x, _ = self.program.feed(tokens, self.program.fuse(features.to(self.last.dtype)))
+        steps = self._steps(tokens.shape[1])
+        mixer.write(x, self._nodes(steps, steps, {}))
+        others = (counts - 1).clamp(min=0)
+        self.state.grow(others)
+        row = torch.arange(len(others), device=others.device)
+        self._extend(tokens[row, others][:, None], features[row, others][:, None], counts.clamp(max=1), extent)
+
     def _extend(
         self, tokens: Tensor, features: Tensor, counts: Tensor, extent: int | None = None, steps: Tensor | None = None
     ) -> None:
@@ -176,15 +194,18 @@ class HeadDrafter(Drafter):
         self, tokens: Tensor, features: Tensor, extent: int | None, steps: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         width, slots = tokens.shape[1], self.state.slots
-        if steps is None:
-            steps = self.state.lengths[:, None] + self.place[:width]
-        if width > self.state.tail:  # a padded chunk may reach beyond the buffers: the last slot is never committed
-            steps = steps.clamp(max=slots - 1)
+        steps = self._steps(width) if steps is None else steps
         layout = self.ops.attention_layout(
             self.state.lengths, None, width, width, slots if extent is None else extent, self.group
         )
         x, residual = self.program.feed(tokens, self.program.fuse(features.to(self.last.dtype)))
         return self._step(x, residual, steps, steps, layout)
+
+    def _steps(self, width: int) -> Tensor:
+        """The next slots [B, T] of every row."""
+        steps = self.state.lengths[:, None] + self.place[:width]
+        # a padded chunk may reach beyond the buffers: the last slot is never committed
+        return steps.clamp(max=self.state.slots - 1) if width > self.state.tail else steps
 
     def readouts(self, tokens: Tensor, features: Tensor) -> Tensor:
         """States that the LM head reads after each of the pairs of a text, [B, T, H]; none of them is kept."""
@@ -193,9 +214,10 @@ class HeadDrafter(Drafter):
     def _step(
         self, x: Tensor, residual: Tensor, positions: Tensor, slots: Tensor, layout: object
     ) -> tuple[Tensor, Tensor]:
-        return self.program.step(
-            x, residual, Nodes({None: Rotary(*self.tables)}, positions, {None: slots}, {FULL_LAYOUT: layout})
-        )
+        return self.program.step(x, residual, self._nodes(positions, slots, {FULL_LAYOUT: layout}))
+
+    def _nodes(self, positions: Tensor, slots: Tensor, layouts: Mapping[LayoutKey, object]) -> Nodes:
+        return Nodes({None: Rotary(*self.tables)}, positions, {None: slots}, layouts)
 
 
 class RestingDrafter(RootsOnly):

@@ -301,6 +301,13 @@ class HeadProgram:
         layer = self._layer(0)
         return x, x[..., hidden.shape[-1] :] if layer.norm_before_residual else hidden
 
+    @property
+    def writes(self) -> FullAttention | None:
+        """The mixer of a head's only layer, of which a token that nobody drafts behind leaves keys and values alone;
+        None of a head that has more layers, or another mixer."""
+        mixer = self.layers[0].mixer
+        return mixer if len(self.layers) == 1 and isinstance(mixer, FullAttention) and mixer.owns else None
+
     def step(self, x: Tensor, total: Tensor, nodes: Nodes) -> tuple[Tensor, Tensor]:
         """One pass over the result of `feed` -> the states fed back, and those that the LM head reads, [B, T, H]."""
         change, total = self.whole(total, nodes, x=x) or one_by_one(self.layers, total, None, nodes, {}, x)
