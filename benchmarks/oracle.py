@@ -124,11 +124,11 @@ class OracleDrafter(EagleDrafter):
         if self.oracle.answers is None:
             self.streams[: len(ids)] = (ids * torch.arange(1, 1 + ids.shape[1], device=ids.device)).sum(1, keepdim=True)
             return
-        for row, (text, count) in enumerate(zip(ids.tolist(), counts.tolist(), strict=True)):
-            known = text[:count]
-            whole = torch.tensor(known + self.oracle.answers.get(tuple(known), []))[: self.held.texts.shape[1]]
-            self.held.texts[row, : len(whole)] = whole.to(self.held.texts.device)
-            self.streams[row] = hash(tuple(known))
+        known = [tuple(text[:count]) for text, count in zip(ids.tolist(), counts.tolist(), strict=True)]
+        room = self.held.texts.shape[1]  # all rows at once: every copy to the device is a call's time
+        whole = [(*text, *self.oracle.answers.get(text, []), *[0] * room)[:room] for text in known]
+        self.held.texts[: len(ids)] = torch.tensor(whole, device="cpu")
+        self.streams[: len(ids)] = torch.tensor([[hash(text)] for text in known], device="cpu")
 
     def move_row(self, row: int, other: Drafter, source: int, count: int) -> None:
         super().move_row(row, other, source, count)
