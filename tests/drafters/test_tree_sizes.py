@@ -293,6 +293,21 @@ def test_only_the_first_drafts_of_a_call_are_given_credit() -> None:
     assert sizes.credit == CREDIT
 
 
+@pytest.mark.parametrize(("price", "told"), [(0.832, True), (4.0, False)])
+def test_the_last_round_before_drafts_are_tried_again_is_told(price: float, told: bool) -> None:
+    """Where they are affordable by then: within LONGEST_REST rounds."""
+    sizes = paid(price)
+    while sizes.size:
+        assert not sizes.tries_next
+        sizes.count(1, [0], None, 500, {1})
+    for _ in range(sizes.due - 1):
+        assert not sizes.tries_next
+        sizes.count(0, [], None, 500, {1})
+    assert sizes.tries_next == told
+    sizes.count(0, [], None, 500, {1})
+    assert (sizes.size == 1) == told and not sizes.tries_next
+
+
 @pytest.mark.parametrize("rounds", [EVIDENCE - 1, EVIDENCE])
 def test_the_first_size_is_judged_by_several_rounds(rounds: int) -> None:
     """Calls that end early add up."""

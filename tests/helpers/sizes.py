@@ -18,11 +18,13 @@ ORDER = (4, 0, 1, 1, 0, 0, 0, 3, 2, 0)
 def force_sizes(monkeypatch: Any, order: tuple[int, ...] = ORDER, rounds: int = 1) -> list[tuple[int, list[int]]]:
     """Let rounds have sizes in this order, `rounds` of each -> the size and the accepted drafts of every round."""
     taken: list[tuple[int, list[int]]] = []
-    turns: dict[int, Iterator[int]] = {}
+    turns: dict[int, Iterator[tuple[int, int]]] = {}
     count = TreeSizes.count
 
     def choose(self: TreeSizes, begins: bool = False) -> None:
-        self._use(min(next(turns.setdefault(id(self), cycle(order))), len(self.shapes)), rounds)
+        size, following = next(turns.setdefault(id(self), cycle(zip(order, (*order[1:], order[0]), strict=True))))
+        self._use(min(size, len(self.shapes)), rounds)
+        self.waits = not size and following > 0
 
     def watched(self: TreeSizes, size: int, accepted: list[int], *more: Any) -> None:
         taken.append((size, list(accepted)))

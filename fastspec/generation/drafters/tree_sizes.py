@@ -133,7 +133,9 @@ class TreeSizes:
         self.samples: list[float] = []
         self.made: frozenset[int] = frozenset()
         """The sizes that need not be captured, as far as is known."""
-        self.size, self.due, self.probes = self.first, 0, False
+        self.size, self.due, self.probes, self.waits = self.first, 0, False, False
+        """Size of the next round, rounds of this block that are left, whether it tries drafts again, and whether it
+        waits until it may."""
         self.least = 0.0
         """Target passes that the rounds of this block were measured to cost more than plain ones, at the least."""
         self.begin()
@@ -215,6 +217,11 @@ class TreeSizes:
     def goes_on(self) -> bool:
         """True where the round after the next one has the same size, as far as is known."""
         return self.due > 1 if self.probes or not self.size else self._affords(self.size, 2)
+
+    @property
+    def tries_next(self) -> bool:
+        """True where the next round is the last one before drafts are tried again, as far as is known."""
+        return self.waits and self.due == 1
 
     def ms(self, size: int) -> float:
         """Milliseconds of a round of this size: measured, or by the prior's ratio to the nearest that was."""
@@ -369,7 +376,7 @@ class TreeSizes:
         self.unkept = self.unkept or before is None or abs(table[nodes] - before) > 0.1 * before
 
     def _use(self, size: int, rounds: int) -> None:
-        self.size, self.due, self.probes = size, rounds, False
+        self.size, self.due, self.probes, self.waits = size, rounds, False, False
         self.least = 0.0
         if not size:
             self.credit = 0.0
@@ -402,7 +409,9 @@ class TreeSizes:
                 self._use(probe, tries)
                 self.probes = True
             else:
-                self._use(0, min(LONGEST_REST, max(EVIDENCE, math.ceil(lacks / SHARE))))
+                rounds = max(EVIDENCE, math.ceil(lacks / SHARE))
+                self._use(0, min(LONGEST_REST, rounds))
+                self.waits = rounds <= LONGEST_REST
 
     def _may_try(self, size: int, best: float, rates: Sequence[float]) -> bool:
         """True where a size may promise too little, of which little was seen while others have brought much."""

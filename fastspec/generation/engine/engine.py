@@ -206,10 +206,11 @@ class Engine(Generic[TargetT]):
         began, size = self.measured_from, self._wanted
         if not self.in_flight:
             self.size = size
-        if self.size or self.kept + self.in_flight > self.resting.backlog - 2:
-            self._hand_over()  # part of what the next round takes
         chosen = self.pinned is None and not self.rests
         stays = size == self.size and (sizes.goes_on or not chosen)
+        tries_next = self.in_flight and chosen and sizes.tries_next  # its reading is launched while a round runs
+        if self.size or tries_next or self.kept + self.in_flight > self.resting.backlog - 2:
+            self._hand_over()  # part of what the next round takes
         made = SPENT.first_runs + SPENT.captures
         emitted = self._step(self._of_size(sizes, self.size), longest, stats, verifier, asynchronous and stays)
         now, made = time.perf_counter(), SPENT.first_runs + SPENT.captures - made
