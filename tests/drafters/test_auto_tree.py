@@ -325,6 +325,35 @@ def test_a_head_reads_it_while_rounds_go_on(forced, monkeypatch, lengths):
         assert sum(rounds for rounds, _ in read) < 150 - (order == (0,))
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_captured_rounds_are_led_by_launches_after_other_work(forced, monkeypatch, captured):
+    """Once where a call begins and after each reading, before the next round."""
+    events: list[str] = []
+
+    def tree_input(tokens: torch.Tensor, depths: torch.Tensor, lengths: torch.Tensor, last: int, table: Any) -> Any:
+        if last == 0:
+            assert tokens.shape == (2, 1) and table is None
+            events.append("lead")
+        return TORCH.tree_input(tokens, depths, lengths, last, table)
+
+    stand_in(monkeypatch, captures=captured, tree_input=tree_input)
+    hand_over, step = RestingDrafter.hand_over, Engine.step
+    monkeypatch.setattr(RestingDrafter, "hand_over", lambda self, n: events.append("read") or hand_over(self, n))
+    monkeypatch.setattr(Engine, "step", lambda self, *given: events.append("round") or step(self, *given))
+    model = bigram()
+    fastspec.patch(model, eagle3=seer(model))
+    for assistant in ("autoregressive", Eagle3(total_tokens="auto")):
+        forced((0, 0, 4), 5)
+        for _ in range(3):
+            events.clear()
+            model.generate(**prompts(9, 3), assistant=assistant, do_sample=False, max_new_tokens=60, eos_token_id=NEVER)
+        led = [first for first, second in pairwise(events) if second == "lead" != first]
+        assert events.count("lead") == 2 * len(led)
+        assert set(led) <= {"round", "read"} and led.count("read") == captured * events.count("read")
+        assert len(led) - led.count("read") == captured == (events[:2] == ["round", "lead"])
+        assert ("read" in events) == (assistant != "autoregressive")
+
+
 class Counted(list[int]):
     """Rounds that the device had counted after each round, in how many of which one was in flight."""
 
