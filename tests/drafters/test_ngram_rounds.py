@@ -320,6 +320,8 @@ def slowdown(drafter: NasdDrafter, host: Host, accepted: Sequence[int], rounds: 
     rows = len(drafter.roots)
     for _ in range(rounds):
         waits = not rests
+        if rests == 1:
+            rests += drafter.rests_on()
         if waits:
             rests = drafter.pause()
         if rests:
