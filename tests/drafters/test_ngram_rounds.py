@@ -320,6 +320,8 @@ def slowdown(drafter: NasdDrafter, host: Host, accepted: Sequence[int], rounds: 
     rows = len(drafter.roots)
     for _ in range(rounds):
         waits = not rests
+        if rests == 1:
+            rests += drafter.rests_on()
         if waits:
             rests = drafter.pause()
         if rests:
@@ -357,6 +359,78 @@ def test_drafts_of_timed_rounds_go_on_where_they_pay(dear, monkeypatch):
     host.seconds += 9.0
     drafter.catch_up(torch.full((8, 1), 3), [1] * 8)
     assert max(map(max, drafter.times.spent.values())) < 4
+
+
+def drafted(drafter: NasdDrafter, host: Host, texts: Sequence[Sequence[int]]) -> list[int]:
+    """Rounds before which a drafter would draft, where rows go through these texts in plain ones."""
+    found, rests = [], 0
+    for number, tokens in enumerate(zip(*texts, strict=True)):
+        if rests == 1:
+            rests += drafter.rests_on()
+        if not rests and not (rests := drafter.pause()):
+            found.append(number)
+            rests = 1
+        rests -= 1
+        host.seconds += 0.0015
+        drafter.catch_up(torch.tensor(tokens)[:, None], [1] * len(tokens))
+    return found
+
+
+def test_timed_rounds_draft_where_the_rows_go_on_as_before(dear, monkeypatch):
+    """All of them: where one does, or none, nothing is looked up, and all rounds are plain ones in flight."""
+    host, looks = Host(), []
+    monkeypatch.setattr(policy, "time", host)
+    look_up = NasdDrafter._look_up
+    monkeypatch.setattr(NasdDrafter, "_look_up", lambda self: (looks.append(True), look_up(self))[1])
+    repeats, new = [3 + number % 8 for number in range(200)], [*range(20, 220)]
+    for texts in ([repeats] + [new] * 7, [new] * 8):
+        drafter = drafter_of(8, [1, 2])
+        drafter.timed = True
+        assert not drafted(drafter, host, texts) and not looks
+    for rows in (1, 8, 65):
+        drafter = drafter_of(rows, [1, 2])
+        drafter.timed = True
+        found = drafted(drafter, host, [repeats] * rows)
+        assert found and found[0] < 80 and found[-1] == 199
+
+
+def test_rounds_whose_tokens_the_host_chooses_have_times_of_their_own(dear):
+    drafter = drafter_of(8, [3, 4, 5])
+    size = max(drafter.costs)
+    for kind, spent in {1: 1.5, size: 3.9, ~1: 2.5, ~size: 10.0}.items():
+        drafter.times.spent[kind] = policy.deque([spent] * 5)
+    assert drafter.price(size) == pytest.approx(1.6)
+    drafter.hosted = True
+    assert drafter.price(size) == pytest.approx(3.0)
+
+
+def test_what_a_capture_takes_is_no_time_of_a_round(dear, monkeypatch):
+    host = Host()
+    monkeypatch.setattr(policy, "time", host)
+    drafter = drafter_of(1, [1, 2])
+    drafter.timed = True
+    drafted(drafter, host, [[*range(3, 20)]])
+    spent = len(drafter.times.spent[1])
+    monkeypatch.setattr(nasd.SPENT, "captures", nasd.SPENT.captures + 1.0)
+    told(drafter, 30)
+    assert len(drafter.times.spent[1]) == spent < nasd.SEEN + 10
+    told(drafter, 31)
+    assert max(drafter.times.spent[1]) < 1.6
+
+
+def test_an_open_batch_that_does_not_draft_has_the_rounds_of_plain_decoding_in_flight(dear, monkeypatch):
+    stand_in(monkeypatch)
+    monkeypatch.setattr(NasdDrafter, "_pays", lambda self, following=False: 0.0)
+    launched, launch = [], WholeGraph.launch
+    monkeypatch.setattr(WholeGraph, "launch", lambda *given: (launched.append(True), launch(*given))[1])
+    plain, model = tiny_model(seed=3), fastspec.patch(tiny_model(seed=3))
+    ids = torch.tensor([[5, 6, 7, 8] * 4])
+    asked = {"max_new_tokens": 120, "do_sample": False, "eos_token_id": NEVER, "pad_token_id": 0}
+    with fastspec.continuous(model, "nasd", rows=2) as batch:
+        futures = [batch.submit(ids, **asked) for _ in range(2)]
+        wanted = plain.generate(ids, attention_mask=torch.ones_like(ids), **asked)
+        assert all(future.result().equal(wanted) for future in futures)
+    assert not batch.stats.drafted and len(launched) > 0.8 * batch.stats.rounds
 
 
 def test_the_end_of_an_answer_is_counted_where_the_storage_is_shared(dear):

@@ -18,11 +18,15 @@ ELSEWHERE = torch.device("meta")  # as the default device: a tensor that is made
 class Pausing:
     """A drafter that pauses by a list of its own, and keeps what it is told."""
 
-    def __init__(self, *pauses: int) -> None:
+    def __init__(self, *pauses: int, rests: Sequence[bool] = ()) -> None:
         self.pauses, self.told = list(pauses), []  # type: tuple[list[int], list[tuple[list[list[int]], list[int]]]]
+        self.rests = list(rests)
 
     def pause(self) -> int:
         return self.pauses.pop(0)
+
+    def rests_on(self) -> bool:
+        return bool(self.rests) and self.rests.pop(0)
 
     def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:
         with torch.device(CPU):
@@ -57,6 +61,16 @@ def test_a_drafter_is_asked_before_every_round_that_it_may_draft_for_and_not_whi
         fallback.count(emitted(5), on)
     assert fallback.left == 0 and len(drafter.pauses) == 1 + (pause == 0)
     assert fallback.is_next(drafter) is False  # type: ignore[arg-type]
+
+
+def test_a_drafter_rests_on_before_the_last_of_its_rounds():
+    """So the round after the next one is known to be plain, and may be launched before the next one is read."""
+    fallback, drafter, on = Fallback(CPU), Pausing(2, 0, rests=[True, True, False]), state([True])
+    left = []
+    while fallback.is_next(drafter):  # type: ignore[arg-type]
+        left.append(fallback.left)
+        fallback.count(emitted(5), on)
+    assert left == [2, 2, 2, 1] and not drafter.rests and not drafter.pauses
 
 
 def test_a_drafter_catches_up_with_every_rows_tokens_and_with_how_many_of_them_are_the_rows_own():

@@ -208,6 +208,11 @@ class Drafter(Buffered, ABC):
         """Number of the next rounds that have no drafts; asked before every round that may have some."""
         return 0
 
+    def rests_on(self) -> bool:
+        """True where one more round without drafts follows those of the last `pause`; asked before the last of them,
+        which may be in flight."""
+        return False
+
     def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:
         """Take the tokens [B, n] that the rows emitted in rounds without drafts, counts [B] of it."""
 
@@ -272,6 +277,8 @@ class HostDrafter(Drafter):
     """True in a warm-up: rounds have trees of every size in turn, whatever they promise, and none."""
     timed = False
     """True where a clock may decide on drafts: in rounds whose roundings follow the load anyway."""
+    hosted = False
+    """True where the host had a part in choosing the last round's tokens, which takes longer."""
 
     @abstractmethod
     def digest(self, tree: TokenTree, verdict: Verdict, logits: Tensor, active: Tensor, steps: int) -> Tensor:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fastspec.config import Cursor, Nasd, Storage
 from fastspec.errors import FastSpecError, Unsupported
+from fastspec.generation.capture import SPENT
 from fastspec.generation.drafters.base import Decoding, Drafter, HostDrafter, Process
 from fastspec.generation.drafters.ngram_storage import NgramStorage, SuffixStorage
 from fastspec.generation.drafters.policy import (
@@ -34,6 +35,7 @@ from fastspec.generation.drafters.policy import (
     MeasuredCosts,
     RoundTimes,
 )
+from fastspec.generation.drafters.recurrence import Recurrence
 from fastspec.generation.ops import Ops
 from fastspec.generation.tree import TokenTree, Verdict
 
@@ -170,6 +172,20 @@ SEEN, UNSEEN = LEAST_TIMES + 2, 512
 """Rounds without drafts that are run for their time, after so many with drafts, and at the start."""
 KEPT = 0.99
 """Weight that what was promised and accepted keeps with every further round: the text may repeat more later."""
+SHARE, SAVED = 0.01, 4.0
+"""Target passes that every timed round without drafts adds to what drafts may lose, and how many these are at most."""
+BEGINS = 1.3
+"""Tokens over cost that drafts have to promise for timed rounds without any to end."""
+SLACK = 1.0
+"""Target passes at the most that a timed round is taken to cost beyond what is known: others may hold it up."""
+RESTS = 2
+"""Timed rounds without drafts at the least: the second is launched before the first is read."""
+WATCHED = 8
+"""Rows at the most of which every token is held against what their storages have next."""
+LEAST_HOPE = 0.1
+"""Drafts of a row that have to be expected for prices to be looked at."""
+LEAST_TRIED = 2
+"""Rounds with drafts of a size before their time is known."""
 
 
 class NasdDrafter(HostDrafter):
@@ -244,6 +260,12 @@ class NasdDrafter(HostDrafter):
         self.roots, self.active = [0] * len(storages), [True] * len(storages)
         self.heard = [0] * len(storages)
         """Tokens of each row's text, those in `unread` included."""
+        self.recurrence, self.left = Recurrence(len(storages), config.gamma), GRANTED
+        """What drafts would bring, and target passes that they may lose, where rounds are `clocked`."""
+        self.watched = range(0, rows, -(-rows // WATCHED))
+        """Rows that stand for all of them in this."""
+        self.waits, self.made = False, 0.0
+        """True where the next round without drafts has waited for the host; seconds that captures took before it."""
 
     def hint(self, texts: Sequence[Sequence[int]]) -> None:
         for storage, text in zip(self.storages, texts, strict=True):
@@ -253,6 +275,7 @@ class NasdDrafter(HostDrafter):
         self.times.leave()
         self.roots = root.tolist()
         for row, (text, real) in enumerate(zip(ids.tolist(), counts.tolist(), strict=True)):
+            self.recurrence.begin(row)
             self._hear(row, [(token, ()) for token in (*text[:real], self.roots[row])])
         self._heard()
 
@@ -289,6 +312,10 @@ class NasdDrafter(HostDrafter):
         self.storages[row], self.cursors[row] = other.storages[source], other.cursors[source]
         self.roots[row], self.active[row] = other.roots[source], other.active[source]
         self.unread[row], self.heard[row] = deque(other.unread[source]), other.heard[source]
+        if other.clocked:
+            self.recurrence.move(row, other.recurrence, source)
+        else:
+            self.recurrence.begin(row)
         self._heard()
 
     @property
@@ -296,19 +323,28 @@ class NasdDrafter(HostDrafter):
         """The share of what drafts promised that was accepted, 1 at the most."""
         return min(1.0, (self.delivered + UNTRIED) / (self.promised + UNTRIED))
 
+    @property
+    def clocked(self) -> bool:
+        """True where the times of rounds decide on drafts."""
+        return self.timed and self.dear and not self.tries
+
+    def _spent(self, kind: int) -> float | None:
+        """Milliseconds of a round of this kind, as measured where tokens are chosen as in the last one."""
+        return self.times.ms(~kind if self.hosted else kind, LEAST_TRIED if kind > 1 else LEAST_TIMES)
+
     def _ms(self, size: int) -> float | None:
         """Milliseconds of a round with a tree of so many nodes, as measured; a size that has not run takes as much more
         than its estimate as the nearest that has. None before any has."""
-        known = [each for each in self.costs if each > 1 and self.times.ms(each) is not None]
+        known = [each for each in self.costs if each > 1 and self._spent(each) is not None]
         if not known:
             return None
         near = min(known, key=lambda each: abs(each - size))
-        spent = self.times.ms(near)
+        spent = self._spent(near)
         return None if spent is None else spent * self.costs[size] / self.costs[near]
 
     def price(self, size: int) -> float:
         """Target passes that a round of this size (0: one that looked up in vain) costs more than a plain one."""
-        plain, spent = self.times.ms(1), self._ms(size) if size else self.times.ms(IN_VAIN)
+        plain, spent = self._spent(1), self._ms(size) if size else self._spent(IN_VAIN)
         if plain is None or spent is None:
             return self.prices[size] if size else self.look
         return max(0.0, spent / plain - 1)
@@ -316,15 +352,56 @@ class NasdDrafter(HostDrafter):
     def current_costs(self) -> dict[int, float]:
         """Costs of rounds by their nodes, behind a look-up: as estimated, or as measured where rounds are `timed`."""
         found = {size: spent for size in self.costs if (spent := self._ms(size)) is not None}
-        if (vain := self.times.ms(IN_VAIN)) is not None and found:
+        if (vain := self._spent(IN_VAIN)) is not None and found:
             found[1] = vain / MARGIN
         return found or self.costs
 
-    def _ran(self, kind: int) -> None:
-        """A round of this kind has ended. The first of several without drafts waits for the host, unlike the others."""
-        if self.timed and self.dear and not self.tries:
-            self.times.take(None if kind == 1 and self.kind != 1 else kind)
+    def _ran(self, kind: int, gained: float = 0.0) -> None:
+        """A round of this kind has ended, whose drafts have saved its rows so many passes."""
+        if self.clocked:
+            made, self.made = self.made, SPENT.first_runs + SPENT.captures
+            waited = kind == 1 and self.waits
+            said = None if waited or made != self.made else ~kind if self.hosted else kind
+            spent, plain = self.times.take(said), self._spent(1)
+            if kind == 1 and not waited:
+                self.left += SHARE
+            else:
+                known = self.price(kind if kind > 1 else IN_VAIN)
+                if spent is not None and plain is not None and made == self.made:
+                    known = min(max(0.0, spent / plain - 1), known + SLACK)
+                self.left += gained - known
+            self.left, self.waits = min(self.left, SAVED), False
         self.kind = kind
+
+    def _pays(self, following: bool = False) -> float:
+        """Tokens over cost that drafts are expected to bring now, or in the round after the next one without any; those
+        of a round without are 1."""
+        going = [row for row in self.watched if self.active[row]]
+        hopes = [hope for row in going if (hope := self.recurrence.of(row, following)) and self._knows(row)]
+        if sum(hopes) <= LEAST_HOPE * len(going):
+            return 1.0
+        share = self.recurrence.fairness(going) / len(going)
+        sizes = [size for size in self.costs if size > 1]
+        return max(
+            (1 + share * sum([min(hope, size - 1) for hope in hopes])) / (1 + self.price(size)) for size in sizes
+        )
+
+    def _foretell(self, row: int, tokens: Sequence[int]) -> None:
+        """Learn from tokens of a row whether they were those that its storage has next."""
+        if not self.clocked or row not in self.watched:
+            return
+        storage = self.storages[row]
+        if self.recurrence.cursors[row] is not None:
+            self.recurrence.hear(row, storage, tokens)
+        elif len(self.unread[row]) <= LAG:
+            self.recurrence.stand(row, storage, self._place(row))
+
+    def _place(self, row: int) -> Cursor:
+        """Place of a row after its last token."""
+        cursor = self.cursors[row]
+        for token, _ in self.unread[row]:
+            cursor = self.storages[row].step(cursor, token)
+        return cursor
 
     def _rest(self, price: float) -> int:
         """Rounds without look-ups where drafts of such a price do not pay."""
@@ -363,9 +440,8 @@ class NasdDrafter(HostDrafter):
         if self.tries:
             self.tried = (self.tried + 1) % (1 + len(self.costs))
             return int(self.tried == 0)
-        if self.timed and self.dear and self.unseen <= 0:
-            self.unseen = UNSEEN
-            return SEEN
+        if self.clocked:
+            return self._timed_pause()
         rests = self.budget.pause()
         if rests or not self.dear:
             return rests
@@ -382,6 +458,21 @@ class NasdDrafter(HostDrafter):
         self.vain = True
         return min(self.fruitless, self.budget.rounds)
 
+    def _timed_pause(self) -> int:
+        self.waits = True
+        if self.unseen <= 0:
+            self.unseen = UNSEEN
+            return SEEN
+        if self.left > 0 and self._pays() > 1:
+            self._look_up()
+            if self.size > 1:
+                return 0
+            self.vain = True
+        return RESTS
+
+    def rests_on(self) -> bool:
+        return self.clocked and (self.left <= 0 or self._pays(following=True) < BEGINS)
+
     def _knows(self, row: int) -> bool:
         return self.active[row] and len(self.unread[row]) <= LAG
 
@@ -390,6 +481,7 @@ class NasdDrafter(HostDrafter):
         self.vain = False
         for row, (emitted, count) in enumerate(zip(tokens.tolist(), counts, strict=True)):
             self._hear(row, [(token, ()) for token in emitted[:count]])
+            self._foretell(row, emitted[:count])
             self.roots[row] = [self.roots[row], *emitted[:count]][-1]
             self.active[row] = self.active[row] and count == len(emitted) and self.roots[row] not in self.ends
         self._heard()
@@ -400,13 +492,11 @@ class NasdDrafter(HostDrafter):
         gamma, guess = self.config.gamma, not self.config.stop_if_unknown
         found = partial(grow, gamma=gamma, nodes=self.nodes, ends=self.ends, guess=guess, least=self.least)
         growths = self.growths = []
-        for row, (storage, cursor, root) in enumerate(zip(self.storages, self.cursors, self.roots, strict=True)):
+        for row, (storage, root) in enumerate(zip(self.storages, self.roots, strict=True)):
             if not self._knows(row):
                 growths.append(Growth([root], [0], [float(self.active[row])]))
                 continue
-            for token, _ in self.unread[row]:
-                cursor = storage.step(cursor, token)
-            growths.append(found(storage, cursor, root))
+            growths.append(found(storage, self._place(row), root))
             if self.vocabulary is not None:
                 check_drafts(storage, growths[-1].tokens, self.vocabulary)
         if self.tries:
@@ -436,26 +526,31 @@ class NasdDrafter(HostDrafter):
 
     def update(self, digest: list[list[int]], steps: int) -> None:
         """Count the emitted tokens of the active rows up to their end tokens, and the target's likeliest ones."""
-        self._ran(self.size)
         self.unseen -= 1
-        gains = [accepted for goes_on, accepted, *_ in digest if goes_on]
+        gains = {row: accepted for row, (goes_on, accepted, *_) in enumerate(digest) if goes_on}
+        gain = sum(gains.values()) / max(1, len(gains))
+        watched = [row for row in gains if row in self.watched]
+        self._ran(self.size, gain * self.recurrence.fairness(watched) if watched and self.clocked else gain)
         if gains and not self.tries:  # what a try accepts says nothing of a text
-            price = self.price(self.size)
-            self.budget.judge(sum(gains) / len(gains), price)
-            self.budget.rounds = self._rest(price)
-            self.fruitless = 0
+            if not self.clocked:
+                price = self.price(self.size)
+                self.budget.judge(gain, price)
+                self.budget.rounds = self._rest(price)
+                self.fruitless = 0
             self.promised = KEPT * self.promised + self.hoped
-            self.delivered = KEPT * self.delivered + sum(gains)
+            self.delivered = KEPT * self.delivered + sum(gains.values())
         for row, (goes_on, accepted, *emitted) in enumerate(digest):
             self.active[row] = bool(goes_on)
             if not goes_on:
                 continue
-            width = len(emitted) // steps
+            width, heard = len(emitted) // steps, list[int]()
             for start in range(0, width * (accepted + 1), width):
                 *likeliest, token = emitted[start : start + width]
                 self._hear(row, [(token, likeliest)])
+                heard.append(token)
                 if token in self.ends:
                     break
+            self._foretell(row, heard)
             self.roots[row] = emitted[width * (accepted + 1) - 1]
         self._heard()
         if self.measured is not None:

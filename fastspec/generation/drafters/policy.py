@@ -115,21 +115,24 @@ class RoundTimes:
         self.ended: float | None = None
         """Second in which the tokens of the last round came; None where other work has come since."""
 
-    def take(self, kind: int | None) -> None:
-        """The tokens of a round have come; None: of one whose time says nothing."""
+    def take(self, kind: int | None) -> float | None:
+        """The tokens of a round have come; None: of one whose time says nothing of others -> its milliseconds, None
+        where other work came before it."""
         now = time.perf_counter()
-        if self.ended is not None and kind is not None:
-            self.spent.setdefault(kind, deque(maxlen=LAST_TIMES)).append(1e3 * (now - self.ended))
+        spent = None if self.ended is None else 1e3 * (now - self.ended)
+        if spent is not None and kind is not None:
+            self.spent.setdefault(kind, deque(maxlen=LAST_TIMES)).append(spent)
         self.ended = now
+        return spent
 
     def leave(self) -> None:
         """Other work comes before the next round."""
         self.ended = None
 
-    def ms(self, kind: int) -> float | None:
-        """Milliseconds of a round of this kind; None where too few have run."""
+    def ms(self, kind: int, least: int = LEAST_TIMES) -> float | None:
+        """Milliseconds of a round of this kind; None where fewer than `least` have run."""
         spent = self.spent.get(kind, ())
-        return median(spent) if len(spent) >= LEAST_TIMES else None
+        return median(spent) if len(spent) >= least else None
 
 
 COSTS = {

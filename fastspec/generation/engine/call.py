@@ -169,7 +169,10 @@ class Fallback:
         self.left, self.missed = 0, []
 
     def is_next(self, drafter: Drafter | None) -> bool:
-        """True where the next round is such a round; the drafter is asked before every round that it may draft for."""
+        """True where the next round is such a round; the drafter is asked before every round that it may draft for, and
+        before the last of these, so that the rounds of a longer rest are asynchronous throughout."""
+        if self.left == 1 and drafter is not None:
+            self.left += drafter.rests_on()
         if not self.left and drafter is not None:
             self.left = drafter.pause()
         return self.left > 0

@@ -285,6 +285,8 @@ class Engine(Generic[TargetT]):
         self, program: RoundProgram, longest: int, stats: Stats, verifier: Verifier, asynchronous: bool
     ) -> Emitted:
         self.place = place_of(program, verifier)
+        if isinstance(self.drafter, HostDrafter):
+            self.drafter.hosted = self.place is not Place.DEVICE
         key = program, self.place
         schedule = self.schedules.get(key) or self.schedules.setdefault(key, schedule_of(program, verifier))
         self._leave(schedule)

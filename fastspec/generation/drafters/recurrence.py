@@ -1,0 +1,101 @@
+"""Chances that texts go on as they did before, learnt from every token of a batch whether it was drafted or not.
+
+A storage's likeliest continuation of each place is held against the token that comes. So it is known what drafts would
+bring before a round has any, and rounds without drafts need not wait for the host to find out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastspec.config import Cursor, Storage
+
+LENGTHS, STREAKS = 3, 8
+"""Kinds of places: by the tokens of the known context, and by how many tokens before were foretold."""
+PRIOR = (0.1, 0.3, 0.6)
+"""Chances that a place's likeliest token comes, by the length of its context, before any was seen."""
+TRUSTED, RENEWED = 16, 0.02
+"""Places that a prior counts for, and the least weight of a further place."""
+LEARNT = 16
+"""Tokens after which chances are looked at again."""
+LUCK = 0.03
+"""Weight of a further token in what drafts of a row are expected to bring over a longer time."""
+
+
+class Recurrence:
+    """Chances by kind of place, and the place of every row. `most` is the longest draft."""
+
+    def __init__(self, rows: int, most: int) -> None:
+        self.most = most
+        self.chances = [chance for chance in PRIOR for _ in range(STREAKS)]
+        self.seen = [TRUSTED] * len(self.chances)
+        self.cursors: list[Cursor | None] = [None] * rows
+        """Places of the rows after their last token; None where that is not known yet."""
+        self.guesses: list[tuple[int, int] | None] = [None] * rows
+        """Kind of each row's place, and the likeliest token there; None where nothing is known."""
+        self.streaks, self.luck = [0] * rows, [0.0] * rows
+        self.unlearnt = 0
+        """Tokens since expectations were made."""
+        self.expected, self.following = self._expected()
+        """Drafts that are accepted after a place, and those after the token that comes next there, by kind."""
+
+    def begin(self, row: int) -> None:
+        """A row has another text, at a place that is not known."""
+        self.cursors[row], self.guesses[row], self.streaks[row] = None, None, 0
+
+    def move(self, row: int, other: Recurrence, source: int) -> None:
+        """A row goes on with that of another batch."""
+        self.cursors[row], self.guesses[row] = other.cursors[source], other.guesses[source]
+        self.streaks[row], self.luck[row] = other.streaks[source], other.luck[source]
+
+    def hear(self, row: int, storage: Storage, tokens: Sequence[int]) -> None:
+        """Take tokens of a row whose place is known."""
+        for token in tokens:
+            if (guess := self.guesses[row]) is not None:
+                kind, likely = guess
+                hit = token == likely
+                self.seen[kind] += 1
+                self.chances[kind] += (hit - self.chances[kind]) * max(RENEWED, 1 / self.seen[kind])
+                self.streaks[row] = min(self.streaks[row] + 1, STREAKS - 1) if hit else 0
+            self.stand(row, storage, storage.step(self.cursors[row], token))
+        self.unlearnt += len(tokens)
+        if self.unlearnt >= LEARNT:
+            self.expected, self.following = self._expected()
+            self.unlearnt = 0
+
+    def stand(self, row: int, storage: Storage, cursor: Cursor) -> None:
+        """Set the place of a row, and what is likeliest there."""
+        self.cursors[row] = cursor
+        length, known = storage.look(cursor)
+        if known and length:
+            self.guesses[row] = (min(length, LENGTHS) - 1) * STREAKS + self.streaks[row], known[0][0]
+        else:
+            self.guesses[row], self.streaks[row] = None, 0
+        self.luck[row] += LUCK * (self.of(row) - self.luck[row])
+
+    def of(self, row: int, following: bool = False) -> float:
+        """Drafts of a row that are expected to be accepted now, or in the round after the next one without any."""
+        guess = self.guesses[row]
+        return 0.0 if guess is None else (self.following if following else self.expected)[guess[0]]
+
+    def fairness(self, rows: Sequence[int]) -> float:
+        """Share of what drafts bring to all of these rows that counts: what the rows save of their time a token, over
+        what they would if all accepted alike. A round with drafts holds up those that accept none."""
+        luck = [self.luck[row] for row in rows]
+        mean = sum(luck) / len(luck)
+        return (len(luck) / sum([1 / (1 + each) for each in luck]) - 1) / mean if mean > 0 else 1.0
+
+    def _expected(self) -> tuple[list[float], list[float]]:
+        most, last = float(self.most), STREAKS - 1
+        expected, following = [0.0] * len(self.chances), [0.0] * len(self.chances)
+        for length in reversed(range(LENGTHS)):
+            for streak in reversed(range(STREAKS)):
+                kind = length * STREAKS + streak
+                chance = self.chances[kind]
+                if length == LENGTHS - 1 and streak == last:
+                    then = chance * (1 - chance**self.most) / (1 - chance) if chance < 1 else most
+                else:
+                    then = expected[min(length + 1, LENGTHS - 1) * STREAKS + min(streak + 1, last)]
+                following[kind] = chance * then
+                expected[kind] = min(most, chance * (1 + then))
+        return expected, following
