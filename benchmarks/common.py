@@ -52,26 +52,12 @@ def read(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def tree_of(text: str, **more: Any) -> fastspec.Eagle3:
-    """`Eagle3` of "total_tokens,depth,top_k", of "auto", or of "default"."""
+def tree_of(text: str, head: str = "eagle3", **more: Any) -> Any:
+    """`Eagle3` of "total_tokens,depth,top_k", of "auto", or of "default"; for a head "mtp" `Mtp` of these."""
     known: dict[str, list[Any]] = {"auto": ["auto"], "default": []}
     sizes = known[text] if text in known else [int(size) for size in text.split(",")]
-    return fastspec.Eagle3(**dict(zip(("total_tokens", "depth", "top_k"), sizes, strict=False)), **more)
-
-
-class FirstTokens:
-    """Streamer that takes the seconds to the prompt, from there to the first new token, and to the next rounds."""
-
-    def __init__(self) -> None:
-        self.last, self.seconds = time.perf_counter(), list[float]()
-
-    def put(self, value: Any) -> None:
-        now = time.perf_counter()
-        self.seconds.append(now - self.last)
-        self.last = now
-
-    def end(self) -> None:
-        pass
+    kind = fastspec.Mtp if head == "mtp" else fastspec.Eagle3
+    return kind(**dict(zip(("total_tokens", "depth", "top_k"), sizes, strict=False)), **more)
 
 
 def timed(run: Callable[[], Any]) -> float:

@@ -17,7 +17,7 @@ import argparse
 import json
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -34,6 +34,7 @@ import fastspec
 from fastspec.generation.heads.module import EagleHead, HeadConfig
 from fastspec.generation.heads.rounded_linear import RoundedLinear
 from fastspec.models import SMOLLM2, source_of
+from fastspec.patches.assistants.mtp import new_mtp
 from fastspec.patches.assistants.speculative import read_parameters
 from fastspec.patches.hf.cache import CACHE
 from fastspec.patches.hf.config_fields import delta_shape, layer_shapes, recurrent_layers
@@ -208,14 +209,24 @@ def make_head(model: Any, draft_vocab: int) -> EagleHead:
     return head
 
 
-def head_bytes(model: Any) -> int:
-    """Bytes of the weights of the head that a model was patched with, as it reads them."""
+def make_heads(model: Any, names: Sequence[str], draft_vocab: int) -> dict[str, Any]:
+    """Heads with random weights of the assistants of these names that have one; "mtp" is a copy of the model's last
+    layer with full attention, and drafts with rows of its LM head."""
+    made = {"eagle3": lambda: make_head(model, draft_vocab), "mtp": lambda: new_mtp(model)}
+    return {name: make() for name, make in made.items() if name in names}
+
+
+def head_bytes(model: Any, name: str) -> int:
+    """Bytes of the weights of the head of an assistant, as it reads them, all experts of a mixture's among them; and of
+    its target's LM head what it has drafted with."""
     session = session_of(model)
     assert session is not None
-    head = session.resources["eagle3"].module
-    scales = sum(each.scales.nbytes for each in head.modules() if isinstance(each, RoundedLinear))
-    buffers = sum(each.nbytes for name, each in head.named_buffers() if name != "d2t")
-    return sum(each.nbytes for each in head.parameters()) + buffers + scales
+    bound = session.resources[name]
+    borrower = bound if bound.derived.narrowed is None else bound.derived.narrowed[1]
+    borrowed = 0 if bound.binding.lm_head is None else borrower.readout().weight.nbytes
+    scales = sum(each.scales.nbytes for each in bound.module.modules() if isinstance(each, RoundedLinear))
+    buffers = sum(each.nbytes for name, each in bound.module.named_buffers() if name != "d2t")
+    return sum(each.nbytes for each in bound.module.parameters()) + buffers + scales + borrowed
 
 
 def read_bandwidth(device: str) -> float:
@@ -355,12 +366,8 @@ def replay_ms(model: Any) -> float | None:
     return None if graph is None else round(statistics.median(milliseconds(graph.replay, 50)), 4)
 
 
-def names(text: str) -> list[str]:
-    return text.split(",")
-
-
 def numbers(text: str) -> list[int]:
-    return [int(each) for each in names(text)]
+    return [int(each) for each in text.split(",")]
 
 
 def shape_parser(doc: str | None) -> argparse.ArgumentParser:
@@ -375,7 +382,7 @@ def shape_parser(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--head-bits", type=numbers, default=[16], help="of the head's weights: 16,8 times both")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--backend", default="auto")
-    parser.add_argument("--sums", type=names, default=["fast"], help="fast, exact (`patch(exact=True)`), with commas")
+    parser.add_argument("--sums", default="fast", help="fast, exact (`patch(exact=True)`), with commas")
     return parser
 
 
@@ -384,8 +391,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--peers", default="sdpa", help="of sdpa, static-compile, none")
     parser.add_argument("--methods", default="autoregressive,eagle3")
     parser.add_argument("--drafter", default="auto", choices=FUSED, help="fused: one launch for the draft phase")
-    parser.add_argument("--weights", type=names, default=["dense"], help=f"as stored: {', '.join(STORED)}, with commas")
-    parser.add_argument("--tree", default="60,7,10", help="nodes, depth and children of a round of eagle3")
+    parser.add_argument("--weights", default="dense", help=f"as stored: {', '.join(STORED)}, with commas")
+    parser.add_argument("--tree", default="60,7,10", help="nodes, depth and children of a round with a head")
     args = parser.parse_args(arguments)
     device, _ = device_here()
     bandwidth = read_bandwidth(device)
@@ -401,24 +408,25 @@ def main(arguments: list[str] | None = None) -> None:
             row["floor_share"] = round(row["floor_ms"] / row["round_ms"], 3)
         write(args.out, row, shown)
 
-    def measure(model: Any, head: EagleHead, base: dict[str, Any]) -> None:
+    def measure(model: Any, heads: dict[str, Any], base: dict[str, Any]) -> None:
         """The rows of one model behind one length of text, in one number of rows."""
         ids = torch.randint(10, model.config.vocab_size, (base["batch"], base["prefix"]), device=device)
-        tree, read = tree_of(args.tree, fused=FUSED[args.drafter]), dict[str, float | None]()
-        for sums, method, bits in product(args.sums, args.methods.split(","), args.head_bits):
+        read = dict[str, float | None]()
+        for sums, method, bits in product(args.sums.split(","), args.methods.split(","), args.head_bits):
             if method == "autoregressive" and bits != args.head_bits[0]:  # it has no head
                 continue
             options = {"exact": sums == "exact", "stored": base["weights"] != "dense", "head_bits": bits}
-            with fastspec.patched(model, eagle3=head, backend=args.backend, **options):
-                assistant = tree if method == "eagle3" and device == "cuda" else method
+            with fastspec.patched(model, backend=args.backend, **heads, **options):
+                tree = tree_of(args.tree, method, fused=FUSED[args.drafter])
+                assistant = tree if method in heads and device == "cuda" else method
                 found = ours(model, ids, assistant, args.tokens, args.calls)
-                size = 0 if method == "autoregressive" else head_bytes(model)
+                size = head_bytes(model, method) if method in heads else 0
                 if sums == "fast":  # hooks are no part of exact rounds
                     read[method] = experts_read(model, ids, assistant)
                 row = base | {"method": method, "sums": sums, "experts_read": read.get(method)}
                 row |= {"head_bits": bits if size else None, "head_bytes": size}
                 tell(model, row | {"drafter_read_bytes": (tree.depth + 1) * size} | found)
-        with fastspec.patched(model, eagle3=head, backend=args.backend):
+        with fastspec.patched(model, backend=args.backend):
             touched = {"experts_read": experts_read(model, ids, "autoregressive") if args.peers != "none" else None}
         ways = [("sdpa", "transformers", min(args.tokens, 24), {})]  # the next one leaves a compiled forward behind
         ways += [("static-compile", "static-compile", args.tokens, {"cache_implementation": "static"})]
@@ -427,17 +435,17 @@ def main(arguments: list[str] | None = None) -> None:
                 found = peer(model, ids, tokens, args.calls, **options)
                 tell(model, base | {"method": method} | touched | found)
 
-    for name, stored in product(args.shapes.split(","), args.weights):
+    for name, stored in product(args.shapes.split(","), args.weights.split(",")):
         torch.manual_seed(0)
         model = make_model(name, device, getattr(torch, args.dtype))
         STORED[stored](model)
-        head = make_head(model, args.draft_vocab)
+        heads = make_heads(model, args.methods.split(","), args.draft_vocab)
         weights = sum(p.numel() * p.element_size() for p in read_parameters(model))
         for prefix, batch in product(args.prefix, args.batch):
             base = {"shape": name, "weights": stored, "weight_bytes": weights, "prefix": prefix, "batch": batch}
-            measure(model, head, base)
+            measure(model, heads, base)
             free_memory()
-        del model, head
+        del model, heads
 
 
 if __name__ == "__main__":

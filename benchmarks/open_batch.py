@@ -4,9 +4,9 @@
     python benchmarks/open_batch.py --shape qwen2-1.5b --out rows.jsonl       # random weights, head and prompts
     python benchmarks/open_batch.py --prompts mt_bench.jsonl --trees plain 32,6,8 8,5,2 --rows 16 128 --out rows.jsonl
 
-A load is `--clients` clients, each with one prompt at a time and six in all, decoded by each of `--loads`. Each size of
-`--chunks`, in which prompts are read, takes its turn `--repeats` times, in one batch that was warmed up before.
-`first_token_ms` is the median from `submit` to the first token at the streamer.
+A load is `--clients` clients, each with one prompt at a time and six in all, decoded by each of `--loads`, `--repeats`
+times in one batch that was warmed up before. `first_token_ms` is the median from `submit` to the first token at the
+streamer.
 
 With `--trees` (total_tokens,depth,top_k; `plain`: no drafts) `--times` as many prompts as rows are answered in one
 call of `generate` with `ContinuousBatch`, after a shorter call that captures. `tokens_per_second` and `round_ms`, a
@@ -27,7 +27,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from common import FirstTokens, device_here, parser_of, place, timed, tree_of, write
+from common import device_here, parser_of, place, timed, tree_of, write
 from full_size import SHAPES, make_head, make_model
 
 import fastspec
@@ -41,6 +41,16 @@ LONGEST = 400
 """Tokens of a prompt at most."""
 
 
+class Times(list[float]):
+    """Streamer that takes the times at which it is made, given the prompt and given new tokens."""
+
+    def put(self, value: Any) -> None:
+        self.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
 def load(batch: Any, prompts: Sequence[Sequence[int]], clients: int, tokens: int) -> dict[str, Any]:
     """The row of one load."""
     todo = [torch.tensor([prompts[number % len(prompts)]]) for number in range(EACH * clients)]
@@ -48,10 +58,10 @@ def load(batch: Any, prompts: Sequence[Sequence[int]], clients: int, tokens: int
     def client(mine: Sequence[torch.Tensor]) -> list[float]:
         firsts = []
         for ids in mine:
-            streamer = FirstTokens()
+            streamer = Times([time.perf_counter()])
             options = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None}
             batch.submit(ids, **options, streamer=streamer).result()
-            firsts.append(1e3 * sum(streamer.seconds[:2]))  # to the prompt, and to the first token
+            firsts.append(1e3 * (streamer[2] - streamer[0]))
         return firsts
 
     with ThreadPoolExecutor(clients) as pool:
@@ -90,11 +100,8 @@ def assistant_of(text: str) -> Any:
 def of_tree(model: Any, texts: Sequence[Sequence[int]], rows: int, tree: str, args: argparse.Namespace) -> dict:
     """The row of one tree in one number of rows."""
     chosen = [texts[number % len(texts)] for number in range(args.times * rows)]
-    given = {
-        **padded_inputs(chosen, model.generation_config, model.device),
-        "do_sample": False,
-        "assistant": fastspec.ContinuousBatch(assistant_of(tree), rows),
-    }
+    given = {**padded_inputs(chosen, model.generation_config, model.device), "do_sample": False}
+    given["assistant"] = fastspec.ContinuousBatch(assistant_of(tree), rows)
     model.generate(**given, max_new_tokens=max(2, args.tokens // 8))
     call, count = partial(model.generate, **given, max_new_tokens=args.tokens), args.times * rows
     seconds = [timed(call) for _ in range(args.repeats)]
@@ -112,12 +119,8 @@ def loads(model: Any, texts: Sequence[Sequence[int]], args: argparse.Namespace) 
         with fastspec.continuous(model, assistant, rows=args.rows[0], max_length=2048, prefix_caching=False) as batch:
             row = {"load": name, "rows": args.rows[0], "warmup_seconds": round(batch.warmup(), 2)}
             load(batch, texts, max(args.clients), max(1, args.tokens // 4))
-            for chunk in args.chunks * args.repeats:
-                batch.chunk = chunk
-                for each in batch._widths.made.values():
-                    each.chunk = chunk
-                for clients in args.clients:
-                    yield row | {"chunk": chunk} | load(batch, texts, clients, args.tokens)
+            for clients in args.clients * args.repeats:
+                yield row | load(batch, texts, clients, args.tokens)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -133,7 +136,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[32], help="a batch's; of trees each of these")
     parser.add_argument("--times", type=int, default=3, help="prompts for a row of a tree")
     parser.add_argument("--clients", nargs="+", type=int, default=[8, 32])
-    parser.add_argument("--chunks", nargs="+", type=int, default=[256, 1024])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=2)
     args = parser.parse_args(arguments)

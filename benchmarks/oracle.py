@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from common import Row, device_here, free_memory, parser_of, place, timed, tree_of, write
-from full_size import CALLS, EMBEDDED, SHAPES, make_head, make_model, numbers, wide_tokenizer
+from full_size import CALLS, EMBEDDED, SHAPES, make_heads, make_model, numbers, routers_of, wide_tokenizer
 from torch import Tensor
 from transformers import GenerationConfig
 
@@ -150,13 +150,18 @@ class OracleDrafter(EagleDrafter):
         return replace(shape, tokens=tokens)
 
 
-def steady(model: Any) -> Any:
-    """Let the likeliest token be the one STRIDE after the last, by a margin that no rounding reaches."""
+def steady(model: Any, collapsed: bool = False) -> Any:
+    """Let the likeliest token be the one STRIDE after the last, by a margin that no rounding reaches; `collapsed` lets
+    a mixture's tokens all choose its first experts, by a direction that no row of the LM head has."""
     embedding, lm_head = model.get_input_embeddings().weight, model.get_output_embeddings()
     embedding.normal_(0.0, EMBEDDED)
     common = torch.nn.functional.normalize(torch.randn_like(embedding[0]), dim=0)
     embedding.addr_(embedding @ common, common, alpha=-1)
     lm_head.weight = torch.nn.Parameter(embedding.roll(STRIDE, 0) / EMBEDDED, requires_grad=False)
+    if collapsed:
+        embedding.add_(common, alpha=EMBEDDED * len(common) ** 0.5)
+        for router in routers_of(model):
+            router.weight[: router.top_k] += common
     return model
 
 
@@ -187,9 +192,9 @@ def opened(name: str, tree: str, survival: Sequence[float], args: argparse.Names
     """(an open batch of a shape, its tokenizer), in the process of a server's rounds."""
     torch.manual_seed(0)
     model, length = steady(make_model(name, *device_here(args.dtype))), args.prefix + args.tokens
-    heads = {} if tree == "none" else {"eagle3": make_head(model, args.draft_vocab)}
+    heads = {} if tree == "none" else make_heads(model, [args.head], args.draft_vocab)
     fastspec.patch(model, backend=args.backend, **heads)
-    decoding = Oracle(survival).decoding(tree_of(tree), model) if heads else "autoregressive"
+    decoding = Oracle(survival).decoding(tree_of(tree, args.head), model) if heads else "autoregressive"
     batch = fastspec.continuous(model, decoding, args.rows[0], max_length=length)
     batch.warmup(length)
     return batch, wide_tokenizer(model.config.vocab_size)
@@ -216,7 +221,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--calls", type=int, default=CALLS)
     parser.add_argument("--trees", nargs="+", default=["auto"], help='auto, default, or "nodes,depth,top_k"')
     parser.add_argument("--survival", default=",".join(map(str, QWEN_MTP)), help="P(the first d drafts are right)")
-    parser.add_argument("--draft-vocab", type=int, default=32000)
+    parser.add_argument("--head", default="eagle3", choices=("eagle3", "mtp"), help="what drafts")
+    parser.add_argument("--collapsed", action="store_true", help="all tokens choose the same experts")
+    parser.add_argument("--draft-vocab", type=int, default=32000, help="of eagle3")
     parser.add_argument("--open", action="store_true", help="answer 4 prompts a row in an open batch besides")
     parser.add_argument("--dtype", default=None)
     parser.add_argument("--backend", default="auto")
@@ -237,16 +244,17 @@ def main(arguments: list[str] | None = None) -> None:
 
     for name in args.shapes.split(","):
         torch.manual_seed(0)
-        model = steady(make_model(name, device, dtype))
-        head, oracle = make_head(model, args.draft_vocab), Oracle(survival)
+        model = steady(make_model(name, device, dtype), args.collapsed)
+        heads, oracle = make_heads(model, [args.head], args.draft_vocab), Oracle(survival)
         base = {"shape": name, "prefix": args.prefix, "new_tokens": args.tokens, "survival": survival}
-        with fastspec.patched(model, eagle3=head, backend=args.backend):
+        base["collapsed"] = args.collapsed
+        with fastspec.patched(model, backend=args.backend, **heads):
             for rows in args.rows:
                 many = torch.randint(10, model.config.vocab_size, (4 * rows, args.prefix), device=device)
                 ids, here = many[:rows], base | {"rows": rows, "way": "generate"}
                 plain, seconds = whole_calls(model, ids, "autoregressive", args.tokens, args.calls)
                 first = tell(here | {"method": "autoregressive"}, seconds, plain[:, args.prefix :].numel())
-                decodings = {text: oracle.decoding(tree_of(text), model) for text in args.trees}
+                decodings = {text: oracle.decoding(tree_of(text, args.head), model) for text in args.trees}
                 for text, decoding in decodings.items():
                     found, seconds = whole_calls(model, ids, decoding, args.tokens, args.calls)
                     last, count = fastspec.report(model).last, found[:, args.prefix :].numel()
@@ -255,15 +263,15 @@ def main(arguments: list[str] | None = None) -> None:
                     told["phases_ms"] = {name: round(1e3 * spent, 2) for name, spent in phases.items()}
                     told["drafted"] = round(last.drafted / last.row_rounds, 1)
                     told["equal"] = round(float((found == plain).all(1).float().mean()), 3)
-                    tell(here | {"method": "eagle3", "tree": text}, seconds, count, first, **told)
+                    tell(here | {"method": args.head, "tree": text}, seconds, count, first, **told)
                 if args.open:
                     here["way"], count = "open", many.shape[0] * args.tokens
                     for text, decoding in {"": "autoregressive", **decodings}.items():
                         seconds, told = in_flight(model, many, decoding, rows, args.tokens, args.calls)
-                        way = {"method": "eagle3", "tree": text} if text else {"method": decoding}
+                        way = {"method": args.head, "tree": text} if text else {"method": decoding}
                         found = tell(here | way, seconds, count, first if text else None, **told)
                         first = first if text else found
-        del model, head
+        del model, heads
         free_memory()
 
 

@@ -46,6 +46,8 @@ NAMES = {
     "mixtral-8x7b": "Mixtral-8x7B shape",
     "gemma3-12b": "Gemma-3-12B shape",
     "qwen3.5-9b": "Qwen3.5-9B shape",
+    "qwen3.6-27b": "Qwen3.6-27B shape",
+    "qwen3.6-35b-a3b": "Qwen3.6-35B-A3B shape",
     "gpt-oss-20b": "gpt-oss-20b shape",
     "qwen3-30b-a3b": "Qwen3-30B-A3B shape",
     "smollm2-135m": "SmolLM2-135M shape",

@@ -235,7 +235,7 @@ def main(arguments: list[str] | None = None) -> None:
                 model = make_cut(name, dtype, group.size()) if count == "all" else make_model(name, device.type, dtype)
                 torch.manual_seed(1)
                 head = make_head(model, args.draft_vocab)
-                for prefix, batch, added in product(args.prefix, args.batch, args.sums):
+                for prefix, batch, added in product(args.prefix, args.batch, args.sums.split(",")):
                     drawn = torch.Generator().manual_seed(0)
                     ids = torch.randint(10, config.vocab_size, (batch, prefix), generator=drawn).to(device)
                     where = {"processes": group.size() if count == "all" else 1, "prefix": prefix, "batch": batch}

@@ -39,15 +39,6 @@ def cases() -> list[tuple[str, str]]:
     return [*every, *((name, "greedy") for name in (*greedy, "encoder-decoder, nasd"))]
 
 
-def own_benchmark(path: Path) -> Any:
-    """A benchmark of this process' version, as a module."""
-    sys.path.insert(0, str(path.parent))  # of what the script shares with others of its version
-    try:
-        return importlib.import_module(path.stem)
-    finally:
-        sys.path.remove(str(path.parent))
-
-
 def measure(shape: str, device: str, dtype_name: str, new: int, only: list[str]) -> list[dict[str, Any]]:
     """The rows of this process' version of fastspec, of the cases whose name has one of `only` in it."""
     import torch
@@ -57,7 +48,9 @@ def measure(shape: str, device: str, dtype_name: str, new: int, only: list[str])
 
     dtype = getattr(torch, dtype_name)
     torch.manual_seed(0)
-    full_size = own_benchmark(Path(fastspec.__file__).parent.parent / "benchmarks" / "full_size.py")
+    sys.path.insert(0, str(Path(fastspec.__file__).parent.parent / "benchmarks"))  # this process' version's
+    full_size = importlib.import_module("full_size")
+    sys.path.pop(0)
     target = full_size.make_model(shape, device, dtype)
     config = target.config
     small = AutoModelForCausalLM.from_config(type(config)(**{**config.to_dict(), "num_hidden_layers": 2}), dtype=dtype)

@@ -123,6 +123,29 @@ def test_stored_weights_are_read_as_stored(script, tmp_path, monkeypatch) -> Non
     assert rows[0]["read_bytes"] - rows[2]["read_bytes"] == 3 * layers - scales
 
 
+def test_an_mtp_layer_is_a_method_with_bytes_of_its_own(script, tmp_path, monkeypatch) -> None:
+    """A level reads the layer, in its bits, and the rows of the target's LM head that it drafts with."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 512, "head_dim": 16}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2}
+    sizes |= {"linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    monkeypatch.setitem(script.SHAPES, "recurrent", ("qwen3_5_text", sizes))
+    out = tmp_path / "rows.jsonl"
+    options = "--shapes recurrent --prefix 9 --tokens 8 --calls 2 --dtype float32 --backend torch --peers none"
+    script.main([*options.split(), "--methods", "autoregressive,mtp", "--head-bits", "16,8", "--out", str(out)])
+    plain, *rows = (json.loads(line) for line in out.read_text(encoding="utf-8").splitlines())
+    assert plain["method"] == "autoregressive" and plain["head_bytes"] == 0
+    assert [(row["method"], row["head_bits"]) for row in rows] == [("mtp", 16), ("mtp", 8)]
+    products = {"fc": (64, 128), "q": (128, 64), "k": (32, 64), "v": (32, 64), "o": (64, 64)}
+    products |= {"gate": (96, 64), "up": (96, 64), "down": (64, 96)}
+    weights, lines = (
+        sum(made(each) for each in products.values()) for made in (lambda at: at[0] * at[1], lambda at: at[0])
+    )
+    others = 4 * (5 * 64 + 2 * 16 + 512 * 64)  # norms, and the LM head
+    assert rows[0]["head_bytes"] == 4 * weights + others
+    assert rows[1]["head_bytes"] == weights + 4 * lines + others
+    assert all(row["drafter_read_bytes"] == 8 * row["head_bytes"] and "draft 1" in row["parts_ms"] for row in rows)
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "qwen3_5_text"])
 def test_a_filled_cache_is_what_a_text_leaves(script, family: str, monkeypatch) -> None:
     """As long as the text in every layer, or as its window leaves it; and plain decoding goes on from it."""

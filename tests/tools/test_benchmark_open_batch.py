@@ -1,4 +1,4 @@
-"""The benchmark of open batches loads them in every size of chunk."""
+"""The benchmark of open batches loads them by numbers of clients."""
 
 from __future__ import annotations
 
@@ -12,30 +12,15 @@ import torch
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-def test_every_chunk_and_number_of_clients_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_number_of_clients_is_a_row_of_every_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     script, out = importlib.import_module("open_batch"), tmp_path / "rows.jsonl"
-    given = [
-        "--shape",
-        "tiny",
-        "--rows",
-        "2",
-        "--clients",
-        "1",
-        "3",
-        "--chunks",
-        "8",
-        "300",
-        "--loads",
-        "plain",
-        "auto",
-    ]
-    given += ["--draft-vocab", "64"]
-    script.main([*given, "--tokens", "4", "--repeats", "1", "--out", str(out)])
+    given = "--shape tiny --rows 2 --clients 1 3 --loads plain auto --draft-vocab 64 --tokens 4 --repeats 2"
+    script.main([*given.split(), "--out", str(out)])
     rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
-    assert [(row["load"], row["chunk"], row["clients"], row["requests"]) for row in rows] == [
-        (load, chunk, clients, 6 * clients) for load in ("plain", "auto") for chunk in (8, 300) for clients in (1, 3)
+    assert [(row["load"], row["clients"], row["requests"]) for row in rows] == [
+        (load, clients, 6 * clients) for load in ("plain", "auto") for _ in range(2) for clients in (1, 3)
     ]
     assert all(row["warmup_seconds"] > 0 for row in rows)
     assert all(row["model"] == "tiny" and row["tokens_per_second"] > 0 and row["first_token_ms"] > 0 for row in rows)

@@ -18,6 +18,25 @@ from helpers.models import tiny_head, tiny_model
 import fastspec
 
 SURVIVAL = (0.9, 0.7, 0.4, 0.2)
+RECURRENT_MIXTURE = (
+    "qwen3_5_moe_text",
+    {
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 512,
+        "num_experts": 16,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
+)
 NEVER = {"do_sample": False, "eos_token_id": 1000, "pad_token_id": 0}
 
 
@@ -96,7 +115,8 @@ def test_a_served_shape_answers_every_prompt_whole_and_the_same_with_and_without
     """Of any prompts, which the oracle was told nothing of; no token ends an answer, and all have a text."""
     full_size = importlib.import_module("full_size")
     monkeypatch.setitem(full_size.SHAPES["tiny"][1], "vocab_size", 50_000)
-    asked = SimpleNamespace(prefix=60, tokens=100, draft_vocab=512, backend="auto", dtype="float32", rows=[3])
+    asked = SimpleNamespace(prefix=60, tokens=100, head="eagle3", draft_vocab=512, backend="auto", dtype="float32")
+    asked.rows = [3]
     said: dict[str, list[list[int]]] = {}
     for tree in ("none", "8,5,2"):
         batch, tokenizer = script.opened("tiny", tree, script.QWEN_MTP, asked)
@@ -111,6 +131,28 @@ def test_a_served_shape_answers_every_prompt_whole_and_the_same_with_and_without
     assert said["none"] == said["8,5,2"] and all(len(ids) == 100 for ids in said["none"])
     assert len(tokenizer) == 50_000 and tokenizer.decode([49_999]).strip() == "<49999>"
     assert all(tokenizer.decode([token]) and "\ufffd" not in tokenizer.decode([token]) for token in said["none"][0])
+
+
+@pytest.mark.parametrize("collapsed", [False, True])
+def test_an_mtp_layer_drafts_for_experts_that_are_independent_or_the_same(
+    script, collapsed, tmp_path, monkeypatch
+) -> None:
+    full_size = importlib.import_module("full_size")
+    monkeypatch.setitem(full_size.SHAPES, "experts", RECURRENT_MIXTURE)
+    monkeypatch.setattr(script, "WARM", 1)
+    torch.manual_seed(0)
+    model, found = script.steady(script.make_model("experts", "cpu", torch.float32), collapsed), []
+    for router in full_size.routers_of(model):
+        router.register_forward_hook(lambda _, __, out: found.append(len(out[-1].unique())))
+    ids = torch.randint(10, 512, (1, 40))
+    assert torch.equal(model(ids).logits.argmax(-1), (ids + script.STRIDE) % 512)
+    assert found == [2] * 4 if collapsed else min(found) > 12
+    out, flag = tmp_path / "rows.jsonl", ["--collapsed"] if collapsed else []
+    sizes = "--shapes experts --rows 1 --prefix 9 --tokens 16 --calls 1 --head mtp --dtype float32 --trees 8,3,2"
+    script.main([*sizes.split(), *flag, "--survival", ".9,.8", "--out", str(out)])
+    plain, drafted = (json.loads(line) for line in out.read_text().splitlines())
+    assert (plain["method"], drafted["method"], drafted["equal"]) == ("autoregressive", "mtp", 1.0)
+    assert plain["collapsed"] == drafted["collapsed"] == collapsed and 1.5 < drafted["acceptance_length"] <= 3
 
 
 @pytest.mark.slow
