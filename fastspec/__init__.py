@@ -127,7 +127,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
-        raise AttributeError(f"module 'fastspec' has no attribute {name!r}")
+        raise AttributeError(f"module 'fastspec' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     return getattr(importlib.import_module(_LAZY[name]), name)
 
 

@@ -51,6 +51,9 @@ class Storage(Protocol):
         """Length of the longest known context, and its continuations (token, count), best first; (0, []) for none."""
 
 
+STORAGE_METHODS = ("start", "feed", "step", "look")
+
+
 @dataclass(frozen=True, slots=True)
 class Autoregressive:
     """One token per forward pass, through the same engine as every assistant."""
@@ -128,9 +131,10 @@ class Nasd:
                     f"Nasd: storage={self.storage!r}; "
                     f"{accepted(repr(self.storage), map(repr, STORAGES), ' and a storage object')}"
                 )
-        elif not all(callable(getattr(self.storage, method, None)) for method in ("start", "feed", "step", "look")):
+        elif lacks := [name for name in STORAGE_METHODS if not callable(getattr(self.storage, name, None))]:
             raise Unsupported(
-                f"Nasd: storage={self.storage!r} is none: fastspec.NgramStorage() and fastspec.SuffixStorage() make one"
+                f"Nasd: storage={self.storage!r} has no {', no '.join(lacks)}: fastspec.NgramStorage() and "
+                "fastspec.SuffixStorage() make one, fastspec.Storage says what one of your own has"
             )
         elif self.n is not None:
             raise Unsupported(f"Nasd: n={self.n} belongs to the storage object: fastspec.NgramStorage(n={self.n})")

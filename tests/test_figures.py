@@ -45,6 +45,19 @@ def test_a_table_follows_its_rows(script: Any, monkeypatch: pytest.MonkeyPatch, 
     assert {name for name, table in script.TABLES.items() if table() != before[name]}
 
 
+def test_the_page_of_peers_begins_with_what_its_tables_show(script: Any) -> None:
+    cases = [case for file in script.PEERS for case in script.peer_cases(script.of(file)).items()]
+    slower = [case for case, (ours, theirs) in cases for each in theirs if script.peer_figure(ours, each)[2] < 1]
+    later: dict[bool, list[int]] = {False: [], True: []}
+    for (shape, *_, method), (ours, (theirs, *_)) in cases:
+        if shape == "llama-8b" and "first_token_s" in ours and "first_token_s" in theirs:
+            later[method != "plain"].append(round(100 * ours["first_token_s"] / theirs["first_token_s"]) - 100)
+    text = " ".join((ROOT / "docs" / "performance" / "peers.md").read_text(encoding="utf-8").split())
+    assert len(slower) == 3 and "decodes faster in all of these cases but three" in text
+    told = [f"{min(each)} to {max(each)} %" for each in later.values()]
+    assert f"{told[0]} longer to the first token of the 8B shape, and {told[1]} with a head" in text
+
+
 def test_a_case_with_a_peer_is_of_one_commit_and_the_last_that_has_both(script: Any) -> None:
     def row(engine: str, commit: str, speed: float) -> dict[str, Any]:
         case = {"model": "llama-8b", "rows": 8, "before": 512, "method": "plain"}

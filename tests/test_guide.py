@@ -77,6 +77,33 @@ def test_figures_of_the_output_are_those_of_their_rows() -> None:
     held("output.md", f"{texts:,} texts for each assistant", f"significance {significance}")
 
 
+def test_what_the_same_bits_take_is_that_of_their_rows() -> None:
+    """Most that shapes of 1.5B to 8B take in one process: a row, a prompt and eight trees; of long texts the trees and
+    the prompts."""
+    shapes = ("qwen2-1.5b", "llama-3b", "qwen3-4b", "qwen2.5-7b", "llama-8b")
+
+    def most(figure: str, prefix: int, **wanted: Any) -> int:
+        found = [row for row in rows("exact_rounds_h200.jsonl", prefix=prefix, **wanted) if row["shape"] in shapes]
+        times = {(row["shape"], row["batch"], row["method"], row["sums"]): row[figure] for row in found}
+        return (
+            round(max(100 * time / times[(*case, "fast")] for (*case, sums), time in times.items() if sums == "exact"))
+            - 100
+        )
+
+    row, prompt, trees = (
+        most("round_ms", 2048, batch=1),
+        most("prefill_ms", 2048),
+        most("round_ms", 2048, batch=8, method="eagle3"),
+    )
+    held(
+        "output.md",
+        f"one row's token or round after 2,048 tokens takes up to {row} % longer, prompts {prompt} %",
+        f"prompts {prompt} %, eight trees {trees} %",
+        f"after 32,768 trees {most('round_ms', 32768, method='eagle3')} %, prompts {most('prefill_ms', 32768)} %",
+    )
+    held("../performance/expect.md", f"[the same bits](../guide/output.md#the-same-bits) take up to {row} % more")
+
+
 def test_figures_of_times_are_those_of_their_rows() -> None:
     def of(what: str, **wanted: Any) -> float:
         return one("stored_h200.jsonl", what, **wanted)

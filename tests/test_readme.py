@@ -132,6 +132,9 @@ def prose(text: str) -> str:
 
 def test_readme_takes_ninety_seconds() -> None:
     assert len(README.split()) < WORDS
+    (code,) = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    (table,) = re.findall(r"^\|---.*\n((?:\|.*\n)+)", README, re.MULTILINE)
+    assert len([line for line in code.splitlines() if line]) == 10 and table.count("\n") == 4
 
 
 def test_each_number_is_that_of_its_rows_and_has_them_beside_it(picture: Any) -> None:

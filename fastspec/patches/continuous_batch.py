@@ -237,7 +237,7 @@ class Continuous:
     ) -> PreparedPrompt:
         """The prompt of these arguments of `submit`, which raises what this raises."""
         refuse_overrides(self.model)
-        if ids.dim() == 1:
+        if isinstance(ids, Tensor) and ids.dim() == 1:
             ids = ids[None]
         given = {"generation_config": generation_config, "streamer": streamer}
         given = {"input_ids": ids, **{name: value for name, value in given.items() if value is not None}, **options}

@@ -271,6 +271,15 @@ def test_storages_by_name_are_what_the_configuration_says():
     assert repr(told_one) == "NgramStorage(n=3, back_off=True): 3 contexts"  # 1, 2, and 1 2
 
 
+def test_a_storage_that_lacks_methods_is_refused_by_their_names():
+    class Half:
+        def start(self): ...
+        def step(self, cursor, token): ...
+
+    with pytest.raises(fastspec.Unsupported, match=r"has no feed, no look: .*fastspec\.Storage says what one"):
+        fastspec.Nasd(storage=Half())
+
+
 def test_rounds_without_look_ups_count_what_was_emitted_and_see_rows_end():
     drafter = NasdDrafter(fastspec.Nasd(), [fastspec.NgramStorage(3) for _ in range(4)], torch.device("cpu"))
     drafter.ends = frozenset({9})

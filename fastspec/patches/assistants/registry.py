@@ -197,6 +197,11 @@ def resolve(assistant: Any, resources: dict[str, Any], model: Any) -> Any:
     if decoding is not None:
         check_taps(decoding.taps, model.config.get_text_config().num_hidden_layers, decoding.name)
         return decoding
+    if isinstance(assistant, nn.Module):
+        raise Unsupported(
+            f"assistant={type(assistant).__name__} is a module: fastspec.patch(model, speculative=draft_model) or "
+            'fastspec.patch(model, eagle3=head) takes it, and the call names it, assistant="speculative" or "eagle3"'
+        )
     raise Unsupported(
         f"assistant={assistant!r} is neither a name ({', '.join(map(repr, NAMES))}), nor a config such as "
         "fastspec.Eagle3(), nor an object with `name`, `taps` and `drafter` (fastspec.Decoding)"

@@ -13,7 +13,13 @@ from fastspec.patches.assistants.registry import chosen, resolve
 from fastspec.patches.call.call import Call
 from fastspec.patches.call.plan import Prepared, custom_loop, plan_call
 from fastspec.patches.call.ranks import ranks_of, refuse_beside
-from fastspec.patches.call.refusals import refuse_arguments, refuse_overrides, refuse_plain_padding, refuse_prepared
+from fastspec.patches.call.refusals import (
+    refuse_arguments,
+    refuse_ids,
+    refuse_overrides,
+    refuse_plain_padding,
+    refuse_prepared,
+)
 from fastspec.patches.call.shared_out import LocalCall, SynchronizedCall
 from fastspec.patches.cascade.loop import AdaptiveCascade
 from fastspec.patches.hf.compat import (
@@ -177,6 +183,7 @@ def _checked(model: Any, session: PatchSession, assistant: Any, given: dict[str,
     decoding = assistant if isinstance(assistant, AdaptiveCascade) else resolve(assistant, session.resources, model)
     refuse_overrides(model)
     session.turn.refuse_nested()
+    refuse_ids(model, given)
     if isinstance(decoding, AdaptiveCascade):
         decoding.check(model, given, ranks_of(model))
         return decoding

@@ -50,7 +50,7 @@ from fastspec.patches.call.prompts import (
     refuse_holes,
     refuse_seen_padding,
 )
-from fastspec.patches.call.refusals import refuse_arguments, refuse_prepared, refuse_prompts, setting
+from fastspec.patches.call.refusals import refuse_arguments, refuse_ids, refuse_prepared, refuse_prompts, setting
 from fastspec.patches.hf.cache import CACHE, given_cache
 from fastspec.patches.hf.compat import device_of, own_stop_strings
 from fastspec.patches.hf.limits import dropped_spans, position_rows
@@ -369,6 +369,7 @@ def prepare(
     Raises Unsupported for what an open batch does not decode, and ValueError as transformers does, and for tokens that
     the model has not.
     """
+    refuse_ids(model, given)
     settled = None if known is None else known.find(model, original, given)
     if settled is not None:
         _check_tokens(model, given["input_ids"])

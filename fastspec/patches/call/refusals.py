@@ -23,7 +23,7 @@ from fastspec.patches.hf.cache import (
     records_past,
     shown_padding,
 )
-from fastspec.patches.hf.compat import is_besides_tokens, is_shared_out, is_zero3
+from fastspec.patches.hf.compat import device_of, is_besides_tokens, is_shared_out, is_zero3
 from fastspec.patches.hf.config_fields import kept_by, layer_shapes, position_limit
 from fastspec.patches.hf.ends import listed
 from fastspec.patches.hf.limits import position_rows
@@ -130,6 +130,7 @@ def refuse_arguments(model: Any, given: dict[str, Any]) -> None:
 
     This comes before transformers acts on any of them: for a static cache, say, it leaves an attribute on the model.
     """
+    _refuse_weights(model)
     kept = ("synced_gpus",) if is_shared_out(model) else ()  # what a call does by itself there
     for name, why in _ARGUMENTS.items():
         if given.get(name) is not None and given[name] is not False and name not in kept:
@@ -158,6 +159,35 @@ def refuse_arguments(model: Any, given: dict[str, Any]) -> None:
         raise Unsupported(
             f"output_attentions=True cannot be combined with assistant= on {type(model).__name__}, which attends in "
             "another way where it is asked for weights: leave it out"
+        )
+
+
+def _refuse_weights(model: Any) -> None:
+    """Refuse weights that no pass can multiply."""
+    if device_of(model).type == "meta":
+        raise Unsupported(
+            f"the weights of this {type(model).__name__} are on the meta device, without values: load them, by "
+            "AutoModelForCausalLM.from_pretrained(...)"
+        )
+    if model.dtype.itemsize == 1:
+        raise Unsupported(
+            f"the weights of this {type(model).__name__} were cast to {model.dtype}, in which torch does not add: cast "
+            "them to torch.bfloat16, or load the model with a quantization_config"
+        )
+
+
+def refuse_ids(model: Any, given: dict[str, Any]) -> None:
+    """Refuse texts, lists and what a tokenizer returns as a whole in place of token ids."""
+    names = ["input_ids"] if model.main_input_name != "input_ids" else ["input_ids", "inputs"]
+    for name in names:
+        ids = given.get(name)
+        if ids is None or (isinstance(ids, Tensor) and ids.dim() == 2 and ids.dtype in (torch.int64, torch.int32)):
+            continue
+        is_tensor = isinstance(ids, Tensor)
+        found = f"{ids.dtype} of shape {tuple(ids.shape)}" if is_tensor else f"a {type(ids).__name__}"
+        raise Unsupported(
+            f"{name} is {found}: pass whole numbers of shape [rows, tokens], as "
+            '**tokenizer(texts, return_tensors="pt") does'
         )
 
 

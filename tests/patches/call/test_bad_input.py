@@ -13,7 +13,7 @@ import torch
 from helpers.generate import prompts, shallow_model
 from helpers.heads import as_speculators, make_head, write
 from helpers.models import tiny_head, tiny_model
-from transformers import BertConfig, BertLMHeadModel, GenerationConfig, StoppingCriteriaList
+from transformers import BatchEncoding, BertConfig, BertLMHeadModel, GenerationConfig, StoppingCriteriaList
 
 import fastspec
 from fastspec.patches.call.refusals import refuse_arguments
@@ -89,6 +89,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown assistant": ({"assistant": "eagle9"}, "'eagle9' is unknown.*'eagle3'"),
     "unknown object": ({"assistant": 3}, "assistant=3 is neither"),
     "class instead of a config": ({"assistant": fastspec.Eagle3}, "Eagle3 is a class: give an object"),
+    "model instead of a name": (
+        {"assistant": tiny_model(num_hidden_layers=1)},
+        r"is a module: .*speculative=draft_model",
+    ),
+    "text": ({"input_ids": "Once"}, r"input_ids is a str: pass whole numbers of shape \[rows, tokens\]"),
+    "list": ({"input_ids": [[7, 8]]}, "input_ids is a list"),
+    "what a tokenizer returns": (
+        {"input_ids": BatchEncoding({"input_ids": PROMPT})},
+        r"BatchEncoding: .*\*\*tokenizer",
+    ),
+    "one text without rows": ({"input_ids": PROMPT[0]}, r"torch.int64 of shape \(4,\)"),
+    "numbers that are no ids": ({"input_ids": PROMPT.float()}, "input_ids is torch.float32"),
     "beam search": ({"num_beams": 2}, "num_beams=2"),
     "contrastive search": ({"penalty_alpha": 0.6, "top_k": 4}, r"penalty_alpha=0\.6"),
     "guidance": ({"guidance_scale": 1.5}, r"guidance_scale=1\.5"),
@@ -412,3 +424,31 @@ def test_a_damaged_head_in_memory_is_refused_as_in_a_file(damage, message):
 def test_an_argument_that_is_the_model_itself_is_seen(model: Any) -> None:
     with pytest.raises(fastspec.Unsupported, match="assistant_model cannot be combined"):
         model.generate(PROMPT, **GREEDY, assistant="nasd", assistant_model=model)
+
+
+@pytest.mark.parametrize("assistant", ["nasd", "eagle3"])
+@pytest.mark.parametrize(
+    ("to", "message"),
+    [("meta", "on the meta device, without values"), (torch.float8_e4m3fn, "cast to torch.float8_e4m3fn")],
+)
+def test_weights_that_no_pass_can_multiply_are_refused(assistant: str, to: Any, message: str) -> None:
+    model = tiny_model(num_hidden_layers=2)
+    fastspec.patch(model, eagle3=tiny_head(model))
+    model.to(to)
+    with pytest.raises(fastspec.Unsupported, match=message):
+        model.generate(PROMPT, **GREEDY, assistant=assistant)
+
+
+def test_an_open_batch_refuses_what_is_no_prompt(model: Any) -> None:
+    with fastspec.continuous(model, "nasd", rows=2) as batch:
+        expected = batch.submit(PROMPT, **GREEDY).result()
+        for wrong in ("Once", [7, 8, 9], BatchEncoding({"input_ids": PROMPT})):
+            with pytest.raises(fastspec.Unsupported, match=r"input_ids is a \w+: pass whole numbers"):
+                batch.submit(wrong, **GREEDY)
+        assert torch.equal(batch.submit(PROMPT[0], **GREEDY).result(), expected)
+
+
+def test_a_mistyped_name_of_the_library_is_answered_with_the_right_one() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'pacth'") as caught:
+        _ = fastspec.pacth  # type: ignore[attr-defined]
+    assert caught.value.name == "pacth" and caught.value.obj is fastspec  # by which Python says what was meant
