@@ -57,8 +57,8 @@ def pytest_collection_finish():
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Left to `make test-slow`: where nothing is drafted, the pair whose drafts are right, which repeats the one whose
-    drafts are wrong; and of tests with three and more axes of parameters what holds no pair of values, or marked
-    `each_value` no value, that the others have not."""
+    drafts are wrong; of tests with three and more axes of parameters what holds no pair of values, or marked
+    `each_value` no value, that the others have not; and of tests marked `some` the cases that they do not name."""
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         if "bigram" in (params.get("pair"), params.get("kind")) and params.get("assistant") == "autoregressive":

@@ -77,6 +77,7 @@ def lossless(seed: int, length: Length, process: Any, limit: int, kind: Any = Co
     )
 
 
+@pytest.mark.some("0.1-3-0", "0.3-2-1")
 @pytest.mark.parametrize("cost, limit, companions", [(0.1, 3, 0), (0.3, 4, 0), (0.3, 2, 1)])
 @given(st.integers(0, 10**6), st.sampled_from(PROCESSES[1:]))
 @examples(3)

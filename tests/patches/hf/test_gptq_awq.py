@@ -109,6 +109,16 @@ def test_tensors_come_back_as_the_file_had_them(rows, wide, kind, name, random):
     assert torch.equal(back, tensor) and back.shape == tensor.shape
 
 
+@pytest.mark.some(
+    "GPTQ",
+    "GPTQ v2, 8 bits, symmetric, a line",
+    "GPTQ, act-order",
+    "GPTQ without g_idx",
+    "AWQ",
+    "AWQ, symmetric, a line",
+    "auto-round without the offset",
+    "auto-round as AWQ",
+)
 @pytest.mark.parametrize("kind", RECIPES)
 def test_a_checkpoint_is_read_decoded_and_written_again(tmp_path, kind):
     """Weights bit for bit, tokens of the model's own forward and of assisted calls, and the files' tensors in what

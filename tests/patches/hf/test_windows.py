@@ -100,6 +100,7 @@ def wide(model: Any) -> Any:
     return model
 
 
+@pytest.mark.some("mistral", "gemma2")
 @pytest.mark.parametrize("kind", ["mistral", "qwen2", "gemma2"])
 def test_trees_of_a_head_keep_to_the_window(kind: str) -> None:
     model = windowed(kind)
@@ -118,6 +119,7 @@ def test_calls_in_lockstep_keep_to_the_window() -> None:
     assert free(model, ROWS, NEW, logits_processor=[OwnProcessor()], assistant="nasd") == expected
 
 
+@pytest.mark.some("mistral", "gpt_oss", "llama4_text")
 @pytest.mark.parametrize(
     ("kind", "lengths"),
     [
