@@ -18,6 +18,8 @@ os.environ.setdefault(
     "FASTSPEC_CPU", "torch"
 )  # one choice on every machine, and none waits for a compiler; its own tests unset it
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores, and so do the processes that tests start
 
 import numpy as np
 import pytest
@@ -37,7 +39,7 @@ if not torch.cuda.is_available():
         device.manual_seed_all = lambda seed: None
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)  # workers share the cores
+    torch.set_num_threads(1)  # whatever the environment says
 
 
 def pytest_unconfigure():

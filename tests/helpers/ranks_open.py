@@ -168,19 +168,19 @@ def followed(load: Loader, kind: str) -> list[Any]:
 
     def raising(self: Any, extent: int) -> Any:
         calls.append(1)
-        if len(calls) == 40:
+        if len(calls) == 20:
             raise ArithmeticError("planted")
         return propose(self, extent)
 
     def asked(batch: Any) -> list[Any]:
         found = talked(batch)
-        for each in texts(*range(4, 30)):
+        for each in texts(*range(4, 16)):
             future = batch.submit(each, **GREEDY)
             try:
                 found.append(future.result(SECONDS)[0].tolist())
             except (ArithmeticError, FastSpecError) as error:
                 assert "planted" in str(error)
-        assert len(calls) > 40
+        assert len(calls) > 20
         return found + talked(batch)
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():

@@ -188,6 +188,7 @@ def test_drafts_change_no_token(family):
     assert {"linear", "rms_norm"} | of_layers <= set(fastspec.report(model).kernels)
 
 
+@pytest.mark.slow
 def test_drafts_change_no_token_of_smollm2():
     try:
         source_of(SMOLLM2)
