@@ -478,6 +478,7 @@ def test_a_head_s_cache_is_that_of_rounds_that_all_draft(forced, monkeypatch, ca
                 assert torch.allclose(*pairs, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.some("bigram")
 @pytest.mark.each_value  # how long a size stays does not hang on how good the head is
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_a_seed_draws_the_same_answer_with_trees_of_any_size(fresh, forced, rounds):
@@ -546,6 +547,7 @@ def test_an_open_batch_chooses_sizes(forced, monkeypatch, captured):
     assert {rows for _, rows in fastspec.report(patched).trees} >= {4}
 
 
+@pytest.mark.slow
 def test_gemma_4_s_assistant_chooses_sizes(forced, monkeypatch):
     for captured in (False, True):
         with pytest.MonkeyPatch.context() as patch:

@@ -157,6 +157,7 @@ class NoDraftsAfterTheDraw(ChainDrafter):
 BUGS = [UnlikelyDraftsLeftOut, CutAfterTheDraw, QOfAnotherPrefix, UnprocessedQ, NoDraftsAfterTheDraw]
 
 
+@pytest.mark.some("CutAfterTheDraw", "QOfAnotherPrefix", "UnprocessedQ", "NoDraftsAfterTheDraw")
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_found(bug):
     assert not any(lossless(seed, Length(2, 0.3), PROCESSES[1], 3, bug) for seed in range(3))

@@ -295,6 +295,7 @@ def launched(captures, monkeypatch):
     return counted
 
 
+@pytest.mark.some("Eagle3")
 @pytest.mark.parametrize(
     ("assistant", "kind"),
     [

@@ -77,7 +77,7 @@ def sizes() -> dict[str, int]:
     """Sizes of a model whose key heads the processes divide, with experts whose parts torch's grouped product takes: of
     32 bytes."""
     if SIZE == 2:
-        return SMALL
+        return {"num_hidden_layers": 2}
     heads = {"num_attention_heads": max(4, SIZE), "num_key_value_heads": SIZE}
     return {**SMALL, **heads, "moe_intermediate_size": 8 * max(6, SIZE)}
 

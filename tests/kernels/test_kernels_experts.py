@@ -250,6 +250,7 @@ class Noted:
         return self.kernel[grid]
 
 
+@pytest.mark.some("True")
 @pytest.mark.each_value
 @EVERYWHERE
 @pytest.mark.parametrize("transposed", [False, True])

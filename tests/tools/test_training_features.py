@@ -539,6 +539,7 @@ def read_by(folder: Path, model: Any) -> Any:
     return BoundHead.of(load_head(folder, model)).readout()
 
 
+@pytest.mark.some("True")
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_shared_lm_head_follows_the_target(
     material: Material, shared: tuple[Trainer, Path], captured: bool, monkeypatch: pytest.MonkeyPatch

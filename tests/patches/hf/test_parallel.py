@@ -33,6 +33,7 @@ from helpers.ranks import (
     packed,
     seen,
     sized,
+    sizes,
     staged,
 )
 from helpers.ranks_told import by_first, refusals, tuned, verdicts, vocabularies
@@ -76,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tiny_model(kind, **SMALL).save_pretrained(made / kind)
     tiny_model("gemma4_text", **SMALL, **GEMMA4_EXPERTS).save_pretrained(made / "gemma4_experts")
     tiny_model("llama", **SMALL | {"num_hidden_layers": 1}).save_pretrained(made / "one layer")
-    bigram(**SMALL).save_pretrained(made / "bigram")
+    bigram(**sizes()).save_pretrained(made / "bigram")
     loaded("glm4_moe", made / OWN_LAYER)
     seeing(SEEING).save_pretrained(made / SEEING)
     return made

@@ -362,6 +362,7 @@ def distribution(
     return merged
 
 
+@pytest.mark.some("nasd", "marian")
 @pytest.mark.each_value  # a tree is judged by the same rule whoever grew it
 @pytest.mark.parametrize(
     ("kind", "case"),
