@@ -215,6 +215,7 @@ def test_a_draft_model_that_changes_is_read_as_it_is(change: Any) -> None:
         assert told([drafted.submit(each, **given) for each in ids]) == want
 
 
+@pytest.mark.some("small")
 @pytest.mark.parametrize("end", ["large", "small"])
 def test_a_mixture_of_one_model_alone_is_that_model(end: str) -> None:
     small = noisy(0.1)

@@ -170,6 +170,7 @@ def test_random_prompts_with_shared_prefixes_are_answered_as_alone(monkeypatch, 
             assert batch.stats.reused > 20
 
 
+@pytest.mark.some("Eagle3", "nasd")
 @pytest.mark.parametrize("assistant", ["autoregressive", TREE, "eagle", "nasd"], ids=str)
 def test_drawn_answers_are_those_of_a_cold_start(assistant):
     plain, model = made()

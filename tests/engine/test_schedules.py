@@ -155,6 +155,7 @@ def test_a_draft_model_of_another_tokenizer_is_kept(captures, sampled, monkeypat
         assert call(*lengths)[2] == proposed and len(proposed) > 10
 
 
+@pytest.mark.some("{}")
 @pytest.mark.parametrize("options", [{}, {"top_k_filler": 1}], ids=str)
 def test_a_captured_round_teaches_nasd_what_any_round_does(captures, monkeypatch, options):
     """What it counts comes with the round's own result, and `observe` is never asked."""

@@ -270,6 +270,7 @@ def test_files_hold_the_head(material: Material, trained: tuple[Trainer, float])
     assert "eagle2=" in card and "tokens a round" in card and "taps" not in card
 
 
+@pytest.mark.slow
 def test_resumed_run_equals_one_run(material: Material, tmp_path: Path) -> None:
     Trainer(eagle(tmp_path / "one", epochs=1.5), *material, Accelerator(cpu=True)).run()
     first = Trainer(eagle(tmp_path / "two", epochs=1.5), *material, Accelerator(cpu=True))
