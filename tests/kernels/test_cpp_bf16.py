@@ -171,7 +171,7 @@ def test_what_is_no_number_and_what_is_infinite_stay_so(native):
     assert torch.equal(total.isnan(), x.isnan()) and bool(total[1, 6] == torch.inf)
 
 
-@pytest.mark.some("llama")  # the others in test_cpp_stack.py
+@pytest.mark.some("llama", "gemma")  # whose layers the stack runs, and others
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
 def test_drafts_change_no_token(family):
     model = tiny_model(family).bfloat16()
