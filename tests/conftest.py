@@ -18,6 +18,8 @@ os.environ.setdefault(
     "FASTSPEC_CPU", "torch"
 )  # one choice on every machine, and none waits for a compiler; its own tests unset it
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores, and so do the processes that tests start
 
 import numpy as np
 import pytest
@@ -37,7 +39,7 @@ if not torch.cuda.is_available():
         device.manual_seed_all = lambda seed: None
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)  # workers share the cores
+    torch.set_num_threads(1)  # whatever the environment says
 
 
 def pytest_unconfigure():
@@ -57,8 +59,8 @@ def pytest_collection_finish():
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Left to `make test-slow`: where nothing is drafted, the pair whose drafts are right, which repeats the one whose
-    drafts are wrong; and of tests with three and more axes of parameters what holds no pair of values, or marked
-    `each_value` no value, that the others have not."""
+    drafts are wrong; of tests with three and more axes of parameters what holds no pair of values, or marked
+    `each_value` no value, that the others have not; and of tests marked `some` the cases that they do not name."""
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         if "bigram" in (params.get("pair"), params.get("kind")) and params.get("assistant") == "autoregressive":

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from itertools import combinations, product
 
 import pytest
-from helpers.pairwise import covering, left_out
+from helpers.pairwise import covering, left_out, named
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,14 +36,14 @@ class Item:
     parent, originalname = "test_x.py", "test_x"
 
     def __init__(self, params, marks=()):
-        self.callspec = type("CallSpec", (), {"params": params})
+        self.callspec = type("CallSpec", (), {"params": params, "id": "-".join(map(str, params.values()))})
         self.marks = marks
 
     def iter_markers(self, name):
         return iter([pytest.mark.parametrize("a, b", []).mark])
 
     def get_closest_marker(self, name):
-        return name if name in self.marks else None
+        return next((mark for mark in self.marks if name in (mark, getattr(mark, "name", None))), None)
 
 
 def test_what_is_given_together_is_one_axis_and_a_fixture_another():
@@ -57,3 +58,32 @@ def test_what_is_given_together_is_one_axis_and_a_fixture_another():
     assert dropped and len(three) - len(dropped) >= 6
     assert left_out([Item(item.callspec.params, ["gpu"]) for item in three]) == []
     assert len(left_out([Item(item.callspec.params, ["each_value"]) for item in three])) == len(three) - 3
+    some = [Item(item.callspec.params, [pytest.mark.some("1-5", "y").mark]) for item in three]
+    assert all(
+        named(item.callspec.id, "1-5") or named(item.callspec.id, "y") for item in set(some) - set(left_out(some))
+    )
+
+
+def test_a_case_is_named_by_its_id_a_part_of_it_or_the_class_of_one():
+    found = "random-Eagle3(depth=4, top_k=3)-False"
+    assert all(named(found, case) for case in (found, "random", "False", "Eagle3", "Eagle3(depth=4, top_k=3)-False"))
+    assert not any(named(found, case) for case in ("rand", "Eagle", "True", "depth", "Eagle3(depth=4"))
+
+
+def test_every_case_that_a_test_names_is_there(request):
+    """Where the whole suite is collected."""
+    config = request.config
+    if config.args != config.getini("testpaths") or config.option.keyword:
+        pytest.skip("some of the tests")
+    ids, names = defaultdict(list), {}
+    for item in request.session.items:
+        if some := item.get_closest_marker("some"):
+            ids[item.parent, item.originalname].append(item.callspec.id)
+            names[item.parent, item.originalname] = some.args
+    missing = [
+        (test[1], case)
+        for test, cases in names.items()
+        for case in cases
+        if not any(named(found, case) for found in ids[test])
+    ]
+    assert ids and not missing

@@ -225,6 +225,7 @@ def own(seed: int, vocab: int, process: Any) -> Callable[[Text], list[float]]:
     return partial(distribution_of, Tables(seed, "target", 1, vocab), process=process)
 
 
+@pytest.mark.some("1-2-3-0-2", "2-1-2-0-3", "2-2-2-1-2")
 @pytest.mark.parametrize(
     "stages, gamma, limit, companions, vocab",
     [
@@ -287,6 +288,7 @@ def found_in_the_chain(bug: Any, seed: int, limit: int) -> bool:
         return True
 
 
+@pytest.mark.some("DistributionsOfAnotherTemperature", "UnlikelyDraftsLeftOut", "NothingCut")
 @pytest.mark.parametrize(
     "bug", [DistributionsOfAnotherTemperature, UnlikelyDraftsLeftOut, NothingCut, OtherTokensHandedOn]
 )
@@ -426,6 +428,7 @@ def test_stages_write_no_fewer_than_one():
     assert drafted(1, 5) == [5] and drafted(3, 5) == [3, 4, 5] and drafted(4, 2) == [1, 1, 1, 2]
 
 
+@pytest.mark.some("['near']", "['other', 'near']")
 @pytest.mark.parametrize("below", [["near"], ["other", "near"], ["near", "fewer tokens"]], ids=str)
 def test_sampled_texts_of_a_chain_follow_the_target(zoo, below):
     target, ids, length = zoo["target"], torch.tensor([[17, 44, 61, 9]]), 2
@@ -434,6 +437,7 @@ def test_sampled_texts_of_a_chain_follow_the_target(zoo, below):
     assert p_value(expected, texts) > SIGNIFICANCE
 
 
+@pytest.mark.some("token_v3", "opt")
 @pytest.mark.each_value
 @pytest.mark.parametrize("rule, alpha", [("token_v1", 0.1), ("opt", 0.3), ("token_v3", 0.8)])
 @pytest.mark.parametrize("small", ["near", "more tokens"])

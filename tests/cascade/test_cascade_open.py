@@ -117,6 +117,7 @@ def test_answers_are_those_of_the_cascades_own_generate(model: Any) -> None:
     assert {each.stage for each in soak(model, 24)} == {0, 1, 2}
 
 
+@pytest.mark.some("llama-assistant0-options0", "qwen3_5_text")
 @pytest.mark.parametrize(
     ("kind", "assistant", "options"),
     [
@@ -222,6 +223,7 @@ def test_an_answer_streams_once_its_stage_has_been_decided_on(
     assert [visit.stage for visit in heard.visits] == wanted
 
 
+@pytest.mark.some("stop2")
 @pytest.mark.parametrize("stop", [[0], [1], []])
 def test_rounds_come_with_their_trees_whichever_stage_has_answered(
     monkeypatch: pytest.MonkeyPatch, stop: list[int]
@@ -277,6 +279,7 @@ def test_the_rounds_of_other_tokens_are_told_as_one() -> None:
     assert told.tokens == out[0, ids.shape[1] :].tolist() and told.tree is None
 
 
+@pytest.mark.some("2")
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_who_is_cancelled_leaves_the_rows_of_the_stage_that_it_is_at(
     model: Any, monkeypatch: pytest.MonkeyPatch, stage: int

@@ -215,6 +215,7 @@ def test_scores_refuse_other_sizes_and_numbers(fitted):
             fitted.score(stage, vector)
 
 
+@pytest.mark.some("1.0")
 @pytest.mark.parametrize("rate", [0.0, 1.0])
 def test_labels_that_never_differ_give_probabilities_inside(rate):
     given, labels, tokens, kept = drawn_items(40, 0)

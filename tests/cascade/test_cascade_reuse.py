@@ -36,6 +36,7 @@ def emitted(model: Any, ids: torch.Tensor, **options: Any) -> list[int]:
     return model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY, **options)[0].tolist()
 
 
+@pytest.mark.some("0.0")
 @pytest.mark.parametrize("price", [0.0, HIGH])
 def test_pad_tokens_within_a_text_are_text(price: float) -> None:
     """The answers without a memory, over three turns each, from a first stage and from a last one."""
@@ -72,6 +73,7 @@ def replace_forward(model: Any) -> None:
 CHANGES = [load_others, merge, write_data, replace_forward]
 
 
+@pytest.mark.some("replace_forward", "merge")
 @pytest.mark.each_value
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("which", [0, 1])

@@ -225,6 +225,7 @@ def test_one_launch_drafts_one_size():
         Eagle3(total_tokens="auto", fused=True)
 
 
+@pytest.mark.some("random-lengths0-False-1", "bigram")
 @pytest.mark.each_value  # each of these has a say in another part of a round
 @pytest.mark.parametrize("rounds", [1, 2, 5])
 @pytest.mark.parametrize("captured", [False, True])
@@ -278,6 +279,7 @@ def test_another_size_in_every_round_on_a_gpu(forced, monkeypatch, kind, rounds)
     assert kind == "random" or sum(drafted) > 2 * len(drafted)
 
 
+@pytest.mark.some("True")
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_head_reads_what_was_emitted_without_it(forced, monkeypatch, captured):
     """All drafts of a head that knows its target are accepted, however many rounds went without them: also where more
@@ -296,6 +298,7 @@ def test_a_head_reads_what_was_emitted_without_it(forced, monkeypatch, captured)
             assert not drafted or sum(drafted) > 3.2 * len(drafted)
 
 
+@pytest.mark.some("lengths1")
 @pytest.mark.parametrize("lengths", [(9,), (9, 3, 1)])
 def test_a_head_reads_it_while_rounds_go_on(forced, monkeypatch, lengths):
     """No round waits for it: the next one is in flight. What a call ends with nobody reads."""
@@ -396,6 +399,7 @@ def counted(monkeypatch) -> Counted:
     return found
 
 
+@pytest.mark.some("(9, 3, 1)")
 @pytest.mark.parametrize("lengths", [(9,), (9, 3, 1)], ids=str)
 def test_the_device_counts_the_rounds_that_the_host_counts(forced, counted, monkeypatch, lengths):
     """In calls of all lengths on engines that are kept, which end by length or by an end token with a round in flight,
@@ -473,6 +477,7 @@ def test_a_call_without_drafts_waits_for_as_few_rounds_as_plain_decoding(forced,
     assert found == [49 - ASYNCHRONOUS_AFTER] * 3
 
 
+@pytest.mark.some("False")
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_head_s_cache_is_that_of_rounds_that_all_draft(forced, monkeypatch, captured):
     """Keys and values of every pair, and the states that it drafts from, row by row."""
@@ -502,6 +507,7 @@ def test_a_head_s_cache_is_that_of_rounds_that_all_draft(forced, monkeypatch, ca
                 assert torch.allclose(*pairs, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.some("bigram")
 @pytest.mark.each_value  # how long a size stays does not hang on how good the head is
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_a_seed_draws_the_same_answer_with_trees_of_any_size(fresh, forced, rounds):
@@ -542,6 +548,7 @@ def test_prompts_that_join_rows_in_the_middle_of_rounds_without_drafts(fresh, fo
     assert got.tolist() == expected.tolist()
 
 
+@pytest.mark.some("True")
 @pytest.mark.parametrize("captured", [False, True])
 def test_an_open_batch_chooses_sizes(forced, monkeypatch, captured):
     """Prompts come and go while rounds of all sizes run, widen and narrow, and begin like others."""
@@ -569,6 +576,7 @@ def test_an_open_batch_chooses_sizes(forced, monkeypatch, captured):
     assert {rows for _, rows in fastspec.report(patched).trees} >= {4}
 
 
+@pytest.mark.slow
 def test_gemma_4_s_assistant_chooses_sizes(forced, monkeypatch):
     for captured in (False, True):
         with pytest.MonkeyPatch.context() as patch:
@@ -609,6 +617,7 @@ def test_an_eagle_2_head_chooses_sizes(forced):
     assert sum(drafted) > 2 * len(drafted)
 
 
+@pytest.mark.some("True")
 @pytest.mark.parametrize("captured", [False, True])
 def test_an_eagle_1_head_drafts_the_part_of_its_tree_that_pays(forced, monkeypatch, captured):
     """Of the published tree, in calls whose answer hangs on no size; not of one that is named, nor of drawn drafts."""

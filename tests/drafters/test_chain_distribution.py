@@ -77,6 +77,7 @@ def lossless(seed: int, length: Length, process: Any, limit: int, kind: Any = Co
     )
 
 
+@pytest.mark.some("0.1-3-0", "0.3-2-1")
 @pytest.mark.parametrize("cost, limit, companions", [(0.1, 3, 0), (0.3, 4, 0), (0.3, 2, 1)])
 @given(st.integers(0, 10**6), st.sampled_from(PROCESSES[1:]))
 @examples(3)
@@ -156,6 +157,7 @@ class NoDraftsAfterTheDraw(ChainDrafter):
 BUGS = [UnlikelyDraftsLeftOut, CutAfterTheDraw, QOfAnotherPrefix, UnprocessedQ, NoDraftsAfterTheDraw]
 
 
+@pytest.mark.some("CutAfterTheDraw", "QOfAnotherPrefix", "UnprocessedQ", "NoDraftsAfterTheDraw")
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_found(bug):
     assert not any(lossless(seed, Length(2, 0.3), PROCESSES[1], 3, bug) for seed in range(3))

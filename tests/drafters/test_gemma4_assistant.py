@@ -197,6 +197,7 @@ def test_a_round_goes_on_from_what_was_accepted() -> None:
         at += more
 
 
+@pytest.mark.some("options1", "options3")
 @pytest.mark.each_value  # tokens are drawn from logits, whatever drafted
 @pytest.mark.parametrize("kind", ["a short window", "half knowing"])
 @pytest.mark.parametrize(
@@ -266,6 +267,7 @@ def test_an_open_batch(made: Any) -> None:
             assert [each.result(60)[0, -20:].tolist() for each in found] == expected
 
 
+@pytest.mark.some("gemma4")
 @pytest.mark.parametrize("kind", ["gemma4", "gemma4_unified"])
 def test_images(kind: str) -> None:
     model = seeing(kind, num_hidden_layers=4, num_kv_shared_layers=2, layer_types=PAIR * 2)

@@ -128,6 +128,7 @@ def test_no_token_changes(both: tuple[Any, MtpModel], given: dict[str, Any]) -> 
             assert fastspec.report(model).last.acceptance_length > 1.3
 
 
+@pytest.mark.some("qwen3_5_moe_text", "ernie4_5_moe")
 def test_a_layer_in_8_bits_changes_no_token(both: tuple[Any, MtpModel]) -> None:
     """Projections and dense feed-forwards are rounded; experts, their routers and what the target lends are not."""
     model, _ = both
@@ -149,6 +150,7 @@ def test_a_layer_in_8_bits_changes_no_token(both: tuple[Any, MtpModel]) -> None:
         assert fastspec.report(model).kernels["stored_linears"] == passes
 
 
+@pytest.mark.some("qwen3_5_text", "glm4_moe", "ernie4_5_moe")
 def test_turns_and_open_batches(both: tuple[Any, MtpModel]) -> None:
     """A second turn on the returned cache, and prompts that join a running batch."""
     model, _ = both
@@ -172,6 +174,7 @@ def test_turns_and_open_batches(both: tuple[Any, MtpModel]) -> None:
             assert torch.equal(plain, text)
 
 
+@pytest.mark.some("qwen3_5")
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
 def test_images(kind: str, tmp_path: Path) -> None:
     """The text decoder of a vision-language model drafts behind images too."""

@@ -96,6 +96,7 @@ def test_the_size_that_promises_most_per_cost():
     assert best_size([sure], costs, trust=0.1) == 8 and best_size([sure], costs, trust=0.05) == 1
 
 
+@pytest.mark.each_value  # the weights have a say in times alone
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("weight_bytes", [SMOLLM2_BYTES, 16 * 10**9])
 def test_a_text_whose_repetitions_are_all_false_costs_three_percent(monkeypatch, device: str, weight_bytes: int):

@@ -297,6 +297,7 @@ def test_repetitive_texts_cost_no_more_than_others(make, text):
     assert time.process_time() - began < 20
 
 
+@pytest.mark.some("ngram 4", "suffix")
 @pytest.mark.parametrize("kind", ["ngram 4", "one level 3", "suffix"])
 def test_forty_thousand_tokens_cost_no_more_each_than_the_first(kind):
     """Of blocks of 500 tokens the fastest is taken, in seconds of the CPU, so that other work on the machine does not

@@ -142,6 +142,7 @@ CALLS: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.some("eagle3", "eagle")
 @pytest.mark.parametrize("name", CALLS)
 def test_no_token_changes(name: str) -> None:
     plain, model = kept(shallow_model()), shallow_model()

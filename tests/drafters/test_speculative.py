@@ -119,6 +119,10 @@ def test_greedy_tokens_are_the_targets(drafted, config):
     same(drafted, config, prompts(3, 9, 17), eos_token_id=[5, 11, 40], max_new_tokens=24)
 
 
+@pytest.mark.some(
+    "Speculative(gamma=None, most=8, branches=1, early_exit=2)",
+    "Speculative(gamma=4, most=8, branches=2, early_exit=5)",
+)
 @pytest.mark.parametrize("config", EARLY, ids=str)
 def test_greedy_tokens_are_the_targets_where_its_own_layers_draft(config):
     pair = tiny_model(num_hidden_layers=6), fastspec.patch(tiny_model(num_hidden_layers=6))
@@ -340,6 +344,10 @@ def proposed() -> Iterator[list[int]]:
         yield counts
 
 
+@pytest.mark.some(
+    "Speculative(gamma=None, most=8, branches=2, early_exit=None)",
+    "Speculative(gamma=None, most=8, branches=1, early_exit=2)",
+)
 @pytest.mark.parametrize("config", [Speculative(), Speculative(branches=2), Speculative(early_exit=2)], ids=str)
 def test_a_draft_model_that_is_no_good_is_asked_seldom(config):
     """And then reads all that was said meanwhile: one that is right from some place on is taken up again."""

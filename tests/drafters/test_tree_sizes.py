@@ -107,6 +107,7 @@ class Text:
         return self.tokens / self.ms * self.costs[0]
 
 
+@pytest.mark.each_value  # times and acceptance meet in the test of calls
 @pytest.mark.parametrize("before", [0.0, 1.1])
 @pytest.mark.parametrize("switch", [0.0, 0.4])
 @pytest.mark.parametrize("tokens", [128, 1024])
@@ -174,6 +175,7 @@ def test_acceptance_that_comes_back_is_found(costs, switch: float) -> None:
     assert sorted(found)[3] < 80 + 1.5 * a_try and max(found) < 120 + 4 * a_try
 
 
+@pytest.mark.each_value  # a good head and a bad one on each device
 @pytest.mark.parametrize("chance", [0.2, 0.45, 0.7, 1.1])
 @pytest.mark.parametrize("costs", COSTS.values(), ids=COSTS)
 def test_calls_come_near_the_best_fixed_size(costs, chance: float) -> None:
@@ -566,6 +568,7 @@ def test_a_size_that_may_pay_is_tried_and_then_known() -> None:
         assert not sizes._may_try(4, 1.0, near)
 
 
+@pytest.mark.each_value  # rounds of any number of rows are chosen by the same times
 @pytest.mark.parametrize("rows", [1, 4, 16])
 @pytest.mark.parametrize("costs", COSTS.values(), ids=COSTS)
 def test_texts_that_join_one_after_another_and_accept_nothing_lose_three_percent(costs, rows: int) -> None:

@@ -60,6 +60,7 @@ ASSISTANTS: dict[str, Any] = {
 }
 
 
+@pytest.mark.some("right", "nasd", "speculative", "waiting")
 @pytest.mark.parametrize("make", ASSISTANTS.values(), ids=ASSISTANTS)
 def test_tokens_behind_an_answers_end_are_not_counted(make):
     for limit in (2, 5, LIMIT):

@@ -69,6 +69,7 @@ def ends_of(plain: Any, inputs: dict[str, torch.Tensor]) -> list[int]:
     return [emitted[0][3], emitted[3][9], emitted[4][1], emitted[6][0]]
 
 
+@pytest.mark.some("autoregressive", "eagle", "nasd", "Nasd", "stand-in")
 @pytest.mark.each_value
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("assistant", ASSISTANTS, ids=str)

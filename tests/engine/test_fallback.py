@@ -116,6 +116,7 @@ def test_what_else_a_call_asks_for_is_that_of_its_rounds(ahead, kind, options):
     assert ahead["fallback"] > 10 and (ahead["launched"] == 0 or not options)
 
 
+@pytest.mark.some("draft model", "nasd", "early exit")
 @pytest.mark.each_value
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_seed_gives_the_same_tokens_whether_rounds_are_asynchronous_or_not(ahead, kind, monkeypatch):

@@ -61,6 +61,7 @@ def common(first: list[int], second: list[int]) -> int:
     )
 
 
+@pytest.mark.some("eagle3", "speculative", "random")
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", ASSISTANTS)
 @examples(2)

@@ -98,6 +98,7 @@ def fails(model: Any, row: int, after: int, **options: Any) -> None:
     assert found.value.row == row and PLAINLY in str(found.value)
 
 
+@pytest.mark.some("nan-5", "inf-5", "none left-5")
 @pytest.mark.parametrize(("spoil", "step"), [("nan", 0), ("nan", 5), ("inf", 5), ("none left", 5)])
 def test_sampling_raises_where_plain_generate_does(spoil, step):
     """In the middle of a batch, in every assistant, at the first token and behind accepted drafts; greedy calls give
@@ -208,6 +209,7 @@ def test_a_draft_without_a_distribution_is_not_accepted():
         assert (int(verdict.accepted), int(verdict.bonus)) == (0, place)
 
 
+@pytest.mark.some("nasd", "eagle3")
 @pytest.mark.parametrize("assistant", ["autoregressive", "nasd", "eagle3"])
 def test_an_open_batch_fails_the_prompt_alone(assistant):
     """The others go on beside it, and take its row later; under settings, under processors that look at the history,

@@ -95,6 +95,7 @@ def test_every_prompt_is_answered_by_its_own_settings_as_alone(monkeypatch, kind
     assert batch.running == batch.waiting == 0 and fastspec.report(model).last is batch.stats
 
 
+@pytest.mark.some("Eagle3", "eagle")
 @pytest.mark.parametrize(
     "assistant, options",
     [
@@ -161,6 +162,7 @@ KINDS = (
 )
 
 
+@pytest.mark.some("qwen3_next", "gemma2", "qwen2_5_vl")
 @pytest.mark.parametrize("make", KINDS, ids=lambda make: make.args[0])
 def test_models_of_other_kinds_read_their_prompts_in_chunks_too(make):
     """With a recurrent state, with windows, without an adapter, and text alone with one that sees."""

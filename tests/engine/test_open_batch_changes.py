@@ -84,6 +84,7 @@ ATTRIBUTES = frequencies, other_frequencies, other_rotation, factor, epsilon, sc
 CHANGES = replaced, hooked, own_forward, new_parameter, new_storage, other_rotation, epsilon
 
 
+@pytest.mark.some("replaced", "hooked", "own_forward", "new_parameter", "new_storage", "epsilon")
 @pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore:.*generic")
 @pytest.mark.parametrize("captured", [False, True])

@@ -33,6 +33,7 @@ def asked(number: int) -> dict[str, Any]:
     return {"max_new_tokens": 24, "eos_token_id": END, **held, **how}
 
 
+@pytest.mark.some("nasd", "cpu")  # captured rounds of the others in the next test
 @pytest.mark.parametrize(
     ("assistant", "device"),
     [

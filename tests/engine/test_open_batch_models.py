@@ -116,6 +116,7 @@ def test_every_prompt_is_answered_by_its_own_settings_as_alone(
     assert batch.running == batch.waiting == 0
 
 
+@pytest.mark.some("branches", "lossless", "token-{'typical_p': 0.9}")
 @pytest.mark.parametrize(
     "name, options",
     [
@@ -139,6 +140,7 @@ def test_a_seed_gives_its_answer_whatever_is_decoded_beside_it(name: str, option
         assert len({tuple(each) for each in told([batch.submit(ids[0], seed=n, **given) for n in range(6)])}) > 3
 
 
+@pytest.mark.each_value  # a rule reads probabilities, whatever made them
 @pytest.mark.parametrize(
     "rule, alpha", [("chow", 0.75), ("diff", 0.05), ("opt", 0.15), ("token_v1", 0.1), ("token_v3", 0.5)]
 )
@@ -188,6 +190,7 @@ def cast(draft: Any) -> None:
     draft.double()
 
 
+@pytest.mark.some("hooked", "cast")  # the others in test_open_batch_changes.py
 @pytest.mark.filterwarnings("ignore:.*generic")
 @pytest.mark.parametrize("change", [new_parameter, hooked, replaced, cast])
 def test_a_draft_model_that_changes_is_read_as_it_is(change: Any) -> None:
@@ -212,6 +215,7 @@ def test_a_draft_model_that_changes_is_read_as_it_is(change: Any) -> None:
         assert told([drafted.submit(each, **given) for each in ids]) == want
 
 
+@pytest.mark.some("small")
 @pytest.mark.parametrize("end", ["large", "small"])
 def test_a_mixture_of_one_model_alone_is_that_model(end: str) -> None:
     small = noisy(0.1)
@@ -225,6 +229,7 @@ def test_a_mixture_of_one_model_alone_is_that_model(end: str) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.some("branches", "early exit", "lossless")
 @pytest.mark.parametrize("name", EXACT)
 def test_answers_without_drafts_are_the_same_and_drafts_go_on_behind_them(name: str) -> None:
     model, assistant = made(name)
@@ -251,6 +256,7 @@ class Heard(RoundStreamer):
         self.rounds.append((len(round.tokens), round.accepted, round.drafted))
 
 
+@pytest.mark.some("branches", "early exit", "lossless", "token")
 @pytest.mark.parametrize("name", ALL)
 def test_drafts_of_the_same_model_are_all_accepted(name: str) -> None:
     """Whatever joins, moves and goes without drafts meanwhile: a draft model has read what its row has emitted. Else
@@ -316,6 +322,7 @@ def test_rows_join_and_move_while_drafts_do_not_pay(monkeypatch: pytest.MonkeyPa
     assert name != "adaptive" or max(late) > 2
 
 
+@pytest.mark.some("adaptive", "lossless", "token")
 @pytest.mark.parametrize("name", ALL)
 def test_a_conversations_next_turn_is_answered_as_a_cold_start(name: str) -> None:
     model, assistant = made(name)
@@ -327,6 +334,7 @@ def test_a_conversations_next_turn_is_answered_as_a_cold_start(name: str) -> Non
         assert told([future]) == [generated(model, assistant, text, max_new_tokens=12)] and future.cached_tokens >= 16
 
 
+@pytest.mark.some("chains", "early exit, adaptive", "token")
 @pytest.mark.parametrize("name", ALL)
 def test_generate_takes_prompts_one_after_another(name: str) -> None:
     model, assistant = made(name)

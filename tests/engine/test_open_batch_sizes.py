@@ -39,6 +39,7 @@ def chosen(batch: Any) -> dict[int, TreeSizes | None]:
     return {rows: rounds.engine.sizes for rows, rounds in batch._widths.made.items()}
 
 
+@pytest.mark.some("1")
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_no_size_is_captured_after_a_warm_up(device: str, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes that follow one another in every order, in rows that come and go, greedy and sampled, with drafts and
@@ -117,6 +118,7 @@ def test_a_warm_up_that_fails_leaves_sizes_to_be_chosen(monkeypatch: pytest.Monk
         assert {rounds.engine.pinned for rounds in batch._widths.made.values()} == {None}
 
 
+@pytest.mark.some("True")
 @pytest.mark.parametrize("captured", [False, True])
 def test_rows_that_take_no_drafts_rest_the_head(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone they run as rounds without drafts, which say nothing of drafts; beside others the head has read all."""
@@ -160,6 +162,7 @@ def test_the_default_of_a_captured_batch_chooses_sizes_where_a_call_s_does(monke
         assert set(chosen(batch).values()) == {None}, "in half precision trees of another size may change a tie"
 
 
+@pytest.mark.each_value  # what is drafted does not hang on whose weights they are
 @pytest.mark.parametrize("assistant", [AUTO, "eagle"], ids=["eagle3", "eagle"])
 @pytest.mark.parametrize("kind", list(MAKERS))
 def test_answers_go_on_through_sizes_that_are_captured_under_load(
@@ -181,6 +184,7 @@ def test_answers_go_on_through_sizes_that_are_captured_under_load(
     assert {size for size, _ in taken} >= {0, 1, 2, 3, 4}
 
 
+@pytest.mark.some("True")
 @pytest.mark.parametrize("captured", [False, True])
 def test_prompts_join_rests_without_the_others_being_read(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The head's cache is that of rounds that all draft, of rows that others joined and of those that joined; it reads
@@ -221,6 +225,7 @@ def test_prompts_join_rests_without_the_others_being_read(captured: bool, monkey
             assert torch.allclose(one[0][row, :, :count], other[0][row, :, :count], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.some("False")
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_row_that_takes_no_drafts_is_read_whole(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In rounds without drafts, more of them than pairs are kept of: the head's cache is that of a row that drafts."""

@@ -37,6 +37,7 @@ def groups(monkeypatch) -> list[int]:
     return found
 
 
+@pytest.mark.some("autoregressive", "bigram", "eagle-random", "nasd")
 @pytest.mark.parametrize(("assistant", "kind"), [*((each, "random") for each in ASSISTANTS), (TREE, "bigram")], ids=str)
 def test_prompts_that_come_together_say_what_each_says_alone(device, groups, assistant, kind):
     """Of many lengths, in an idle batch and beside rows that go on, greedy and drawn; graphs of earlier groups are
@@ -84,6 +85,7 @@ KINDS = (
 )
 
 
+@pytest.mark.some("qwen3_next", "gpt_oss")
 @pytest.mark.parametrize("make", KINDS, ids=lambda make: make.args[0])
 def test_models_of_other_kinds_read_prompts_together_too(device, groups, make, monkeypatch):
     """With a recurrent state, with windows, with experts; also where their passes wait for the host and are not

@@ -28,6 +28,7 @@ class Trees(RoundStreamer):
         self.told.append(round)
 
 
+@pytest.mark.some("Eagle3", "nasd", "autoregressive")
 @pytest.mark.each_value  # a captured and a launched round call the same drafter
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("assistant", [TREE, "eagle", "nasd", "autoregressive"], ids=str)

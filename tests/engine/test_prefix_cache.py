@@ -70,6 +70,7 @@ def talk(batch: Any, plain: Any, turns: int = TURNS) -> None:
         text = torch.tensor(answer)
 
 
+@pytest.mark.some("mistral", "gemma2", "gpt_oss", "llama4_text", "qwen3_5")  # which keep of a text what the others do
 @pytest.mark.each_value  # what a family keeps is found again below drafting and capturing
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("assistant", ["autoregressive", TREE, "nasd"], ids=str)
@@ -131,6 +132,7 @@ def test_a_window_is_read_again_where_its_ring_was_written_over(small_rings, kin
             assert told([again]) == [alone(plain, text, 4, **whole(text))] and again.cached_tokens == cached
 
 
+@pytest.mark.some("gemma3_text", "gpt_oss", "qwen3_5")
 @pytest.mark.parametrize(
     "kind, assistant",
     [("llama", TREE), ("gemma3_text", "nasd"), ("gpt_oss", TREE), ("qwen3_5", "autoregressive"), ("mixtral", TREE)],
@@ -168,6 +170,7 @@ def test_random_prompts_with_shared_prefixes_are_answered_as_alone(monkeypatch, 
             assert batch.stats.reused > 20
 
 
+@pytest.mark.some("Eagle3", "nasd")
 @pytest.mark.parametrize("assistant", ["autoregressive", TREE, "eagle", "nasd"], ids=str)
 def test_drawn_answers_are_those_of_a_cold_start(assistant):
     plain, model = made()

@@ -32,6 +32,7 @@ def page() -> dict[str, Any]:
     return names
 
 
+@pytest.mark.some("llama")
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_the_pages_round_gives_the_tokens_of_generate(page: dict[str, Any], kind: str) -> None:
     target, other = shallow_model(kind), shallow_model(kind, seed=1)

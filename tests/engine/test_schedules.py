@@ -66,6 +66,7 @@ def told_plainly(kind: str, name: str) -> Any:
     return MAKERS[kind][0]().generate(**prompts(4, 9), **SHORT, **(GREEDY | OPTIONS[name]))
 
 
+@pytest.mark.some("Eagle3", "autoregressive", "nasd", "Speculative(gamma=2, most=8, branches=2, early_exit=None)")
 @pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["random", "bigram"])
 @pytest.mark.parametrize(
@@ -89,6 +90,7 @@ def test_calls_of_every_kind_in_turn_give_what_they_give_alone(captures, kind, a
     assert not session.engines.held
 
 
+@pytest.mark.some("bigram")
 @pytest.mark.parametrize("kind", ["random", "bigram"])
 def test_drafts_of_any_number_and_none_are_replayed(captures, kind):
     """Rounds of several lengths, without drafts, and those that try them again, whose draft model has a pause to read:
@@ -115,6 +117,7 @@ def test_drafts_of_any_number_and_none_are_replayed(captures, kind):
     assert {2, wide} <= fed <= {1, 2, wide} if kind == "random" else {2} <= fed <= {1, 2}
 
 
+@pytest.mark.some("True")
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_draft_model_of_another_tokenizer_is_kept(captures, sampled, monkeypatch):
     """From call to call, of any length, as long as its weights are where they were; it proposes what a new one
@@ -152,6 +155,7 @@ def test_a_draft_model_of_another_tokenizer_is_kept(captures, sampled, monkeypat
         assert call(*lengths)[2] == proposed and len(proposed) > 10
 
 
+@pytest.mark.some("{}")
 @pytest.mark.parametrize("options", [{}, {"top_k_filler": 1}], ids=str)
 def test_a_captured_round_teaches_nasd_what_any_round_does(captures, monkeypatch, options):
     """What it counts comes with the round's own result, and `observe` is never asked."""
@@ -216,6 +220,7 @@ def test_weights_that_were_moved_are_packed_again(captures):
     assert attn.k_proj.weight.untyped_storage().data_ptr() != attn.q_proj.weight.untyped_storage().data_ptr()
 
 
+@pytest.mark.some("autoregressive", "Eagle3", "Speculative(gamma=2, most=8, branches=1, early_exit=None)")
 @pytest.mark.parametrize(
     ("assistant", "kind"),
     [
@@ -291,6 +296,7 @@ def launched(captures, monkeypatch):
     return counted
 
 
+@pytest.mark.some("Eagle3")
 @pytest.mark.parametrize(
     ("assistant", "kind"),
     [
@@ -449,6 +455,7 @@ HOLDERS = {
 }
 
 
+@pytest.mark.some("nasd", "eagle3", "early exit", "draft model")
 @pytest.mark.parametrize("assistant", HOLDERS.values(), ids=HOLDERS)
 def test_rounds_that_are_dropped_are_freed_without_a_garbage_collection(existing, assistant):
     model = shallow_model()

@@ -47,6 +47,7 @@ def wanted(family: str) -> list[list[int]]:
     return [answer(model, {"input_ids": ids[None]}, max_new_tokens=8, **GREEDY)[0].tolist() for ids in GOOD]
 
 
+@pytest.mark.some("llama", "qwen3_5_text", "mistral")
 @pytest.mark.each_value
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("backend", ["torch", "auto"])

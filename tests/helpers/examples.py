@@ -9,7 +9,7 @@ from hypothesis import Phase, settings
 OF = 100
 PROFILES: dict[str, dict[str, Any]] = {
     "fast": {
-        "max_examples": OF * 3 // 10,
+        "max_examples": OF // 5,
         "derandomize": True,
         "deadline": None,
     },  # `make test`: the same examples for the same code

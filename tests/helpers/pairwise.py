@@ -1,5 +1,6 @@
 """All-pairs testing: of a test with three and more axes of parameters, a selection that has every pair of their values;
-of one marked `each_value`, whose axes do not meet in the code, one that has every value."""
+of one marked `each_value`, whose axes do not meet in the code, one that has every value; of one marked `some`, the
+cases that it names."""
 
 from __future__ import annotations
 
@@ -26,16 +27,25 @@ def covering(cases: Sequence[Sequence[Hashable]], together: int = 2) -> list[int
 def left_out(items: Iterable[Any]) -> list[Any]:
     """The items of a collection that a selection of every test's parameters leaves to `make test-slow`."""
     tests: dict[Any, list[Any]] = defaultdict(list)
-    for item in items:
-        if hasattr(item, "callspec") and not any(item.get_closest_marker(name) for name in ("slow", "gpu", "clients")):
-            tests[item.parent, item.originalname].append(item)
     dropped = []
+    for item in items:
+        if not hasattr(item, "callspec") or any(item.get_closest_marker(name) for name in ("slow", "gpu", "clients")):
+            continue
+        if (some := item.get_closest_marker("some")) and not any(named(item.callspec.id, case) for case in some.args):
+            dropped.append(item)
+        else:
+            tests[item.parent, item.originalname].append(item)
     for found in tests.values():
         axes = [axis for axis in zip(*map(values, found), strict=True) if len(set(axis)) > 1]
         together = 1 if found[0].get_closest_marker("each_value") else 2
         kept = set(covering(list(zip(*axes, strict=True)), together))
         dropped += [item for place, item in enumerate(found) if axes and place not in kept]
     return dropped
+
+
+def named(found: str, case: str) -> bool:
+    """Whether an item's id is this case, has it among its parts, or an object of the class of this name."""
+    return f"-{case}-" in f"-{found}-" or f"-{case}(" in f"-{found}"
 
 
 def values(item: Any) -> list[tuple[str, ...]]:

@@ -77,7 +77,7 @@ def sizes() -> dict[str, int]:
     """Sizes of a model whose key heads the processes divide, with experts whose parts torch's grouped product takes: of
     32 bytes."""
     if SIZE == 2:
-        return SMALL
+        return {"num_hidden_layers": 2}
     heads = {"num_attention_heads": max(4, SIZE), "num_key_value_heads": SIZE}
     return {**SMALL, **heads, "moe_intermediate_size": 8 * max(6, SIZE)}
 
@@ -249,7 +249,7 @@ def staged(load: Loader, kind: str) -> list[Any]:
     settings = {"stages": below, "label": "large", "predictor": trained(names), "costs": [1.0, 2.0, 4.0]}
     adaptive = fastspec.Cascade(**settings, price=20.0)
     with fastspec.patched(model, cascade=adaptive):
-        run, made = partial(model.generate, **given(5, 9, 7, 3, 6)), []
+        run, made = partial(model.generate, **given(5, 9, 7)), []
         for each in (adaptive, replace(adaptive, price=1.0), replace(adaptive, price=1e6)):
             made += [run(**GREEDY, assistant=each)]
             visits = [each.visits for each in fastspec.report(model).last.explanations]

@@ -57,8 +57,7 @@ def refusals(load: Loader, kind: str) -> list[str]:
 
 def tuned(load: Loader, kind: str) -> list[Any]:
     """Launches of a model's parts that the first process finds alone, and all use; then one whose search fails."""
-    del kind
-    model, launch = load("llama").half(), RowLaunch(8, 64, 1)
+    model, launch = load(kind).half(), RowLaunch(8, 64, 1)
     spent: list[Any] = []
 
     def clock(run: Any, copies: int, device: torch.device) -> float:

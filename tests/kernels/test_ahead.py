@@ -76,6 +76,7 @@ def test_a_draft_s_kernels_too(tmp_path):
     check(rows_of(tmp_path / "other", "eagle3", workers=1), 20)
 
 
+@pytest.mark.some("autoregressive", "Eagle3(depth=2, top_k=2, total_tokens=6, fused=None)-(3, 7)", "speculative")
 @pytest.mark.parametrize(
     ("assistant", "lengths"),
     [("autoregressive", (5,)), ("nasd", (3, 7)), (SMALL, (5,)), (SMALL, (3, 7)), ("speculative", (3, 7))]

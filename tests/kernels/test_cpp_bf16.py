@@ -171,6 +171,7 @@ def test_what_is_no_number_and_what_is_infinite_stay_so(native):
     assert torch.equal(total.isnan(), x.isnan()) and bool(total[1, 6] == torch.inf)
 
 
+@pytest.mark.some("llama", "gemma")  # whose layers the stack runs, and others
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
 def test_drafts_change_no_token(family):
     model = tiny_model(family).bfloat16()
@@ -187,6 +188,7 @@ def test_drafts_change_no_token(family):
     assert {"linear", "rms_norm"} | of_layers <= set(fastspec.report(model).kernels)
 
 
+@pytest.mark.slow
 def test_drafts_change_no_token_of_smollm2():
     try:
         source_of(SMOLLM2)

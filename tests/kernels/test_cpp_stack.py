@@ -196,6 +196,7 @@ def test_passes_that_do_not_fit_are_left_alone(native) -> None:
             assert native.stack(held, places, total, positions, taps, x) is None
 
 
+@pytest.mark.some("qwen2", "qwen3", "phi3", "smollm3")  # which differ from the others in more than sizes
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "phi3", "smollm3"])
 def test_models_run_whole_and_say_the_same_layer_by_layer(family, monkeypatch) -> None:
     emitted = []

@@ -212,6 +212,7 @@ def test_a_child_of_the_root_stands_one_behind_it(device, dtype, nodes):
     torch.testing.assert_close(got, wanted, rtol=0, atol=4 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.each_value  # slots are numbered alike, whatever is seen of them
 @EVERYWHERE
 @pytest.mark.parametrize("nodes", [7, 33])
 @pytest.mark.parametrize("span", [Span(20), Span(40, chunk=True)], ids=str)

@@ -219,6 +219,7 @@ def test_other_stored_experts_are_refused(device):
         experts(x, StoredExperts(replace(lines, codes=beside), 1), down, chosen, weights)
 
 
+@pytest.mark.some("0", "64", "65", "300")
 @EVERYWHERE
 @pytest.mark.parametrize("first", [0, 10, 33, 64, 65, 150, 299, 300])
 def test_many_pairs_of_an_expert_are_shared_out(device, first, monkeypatch):
@@ -249,6 +250,7 @@ class Noted:
         return self.kernel[grid]
 
 
+@pytest.mark.some("True")
 @pytest.mark.each_value
 @EVERYWHERE
 @pytest.mark.parametrize("transposed", [False, True])

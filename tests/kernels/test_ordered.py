@@ -318,6 +318,7 @@ def beside_any_others(device, dtype, kind, sizes, transposed, make=None, counts=
     return whole
 
 
+@pytest.mark.each_value
 @EVERYWHERE
 @pytest.mark.usefixtures("dots_in_order")
 @pytest.mark.parametrize("hopper", [False, True])

@@ -21,7 +21,7 @@ FITS = 86, "8B", "linear, 8 rows"
 ORDERED = 90, "mixers", "route, one of 64"
 BEHIND = 90, "135M", "ordered product, 61 rows"
 NORM, NORM_OF_SUM = (90, "8B", "rms_norm, 61 rows"), (90, "8B", "reduced_norm in order, 61 rows")
-PARTS = [(capability, "135M,mixers", f"{part}/{8 * len(TARGETS)}") for part, capability in enumerate(TARGETS)]
+PARTS = [(capability, "135M,mixers", f"{part}/48") for part, capability in enumerate((80, 90, 120))]
 LACKING = (
     ("135M", "linear_parts, 61 rows"),
     ("8B", "tree_attention, 61 rows, 16384"),
@@ -106,9 +106,9 @@ def test_a_product_is_written_where_no_warp_still_reads(compiled):
 
 @TRITON
 @pytest.mark.parametrize("part", PARTS, ids=str)
-def test_some_kernels_compile_for_each_device(compiled, part):
-    """An eighth of every fifth launch of an op, for one device or another: neighbours are one kernel with more rows and
-    the like. `make test-targets` compiles every kernel for each device, the slow suite every launch."""
+def test_some_kernels_compile_for_a_device_of_each_kind(compiled, part):
+    """Some of every fifth launch of an op, for one device or another: neighbours are one kernel with more rows and the
+    like. `make test-targets` compiles every kernel for each device, the slow suite every launch."""
     check(compiled[part])
 
 

@@ -48,6 +48,7 @@ def moved(inputs: dict[str, Tensor], device: str) -> dict[str, Tensor]:
     return {name: tensor.to(device) for name, tensor in inputs.items()}
 
 
+@pytest.mark.some("qwen3", "gpt_oss")
 @pytest.mark.parametrize(
     ("family", "device"),
     [pytest.param(f, *d.values, marks=d.marks, id=f"{f}-{d.values[0]}") for d, families in HERE for f in families],

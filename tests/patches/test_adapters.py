@@ -116,6 +116,7 @@ def test_every_call_answers_by_the_adapters_that_are_on(
     assert len(set(answers)) >= 4
 
 
+@pytest.mark.some("autoregressive")
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("assistant", ["autoregressive", TREE], ids=str)
 def test_an_open_batch_answers_by_the_adapters_that_are_on(

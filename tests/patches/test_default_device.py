@@ -98,6 +98,7 @@ def check(model: Any, default: Callable[[], Any], inputs: dict[str, Any], **opti
         assert model.generate(**inputs, max_new_tokens=6, **options).tolist() == want
 
 
+@pytest.mark.some("process")
 @pytest.mark.filterwarnings("ignore:the draft model reads")
 @pytest.mark.parametrize(("kind", "backend"), [("context", "torch"), ("process", "auto")])
 def test_patch_and_every_assistant(kind, backend, tmp_path):
@@ -117,6 +118,7 @@ def test_patch_and_every_assistant(kind, backend, tmp_path):
         fastspec.unpatch(model)
 
 
+@pytest.mark.some("context")
 def test_open_batches(default):
     model = shallow_model()
     fastspec.patch(model, eagle3=tiny_head(model))

@@ -24,7 +24,7 @@ from fastspec.patches.open_ranks import TurnOrder
 
 ALIKE = "mixed", "drafted", "followed", "ended", "clocked", "chat", "changed", "failing", "structured"
 """Kinds of batches that one process opens, too."""
-MORE = "cancelled", "warmed", "turned", "sized", "crowded", "idle"
+MORE = "mixtures", "cancelled", "warmed", "turned", "sized", "crowded", "idle"
 """More of them."""
 
 

@@ -28,6 +28,7 @@ INPUTS = {
 GREEDY = {**INPUTS, "max_new_tokens": 12, "do_sample": False}
 
 
+@pytest.mark.some("mixtral", "gpt2")
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "gpt2"])
 def test_unpatch_leaves_the_model_as_it_was(kind: str) -> None:
     model = tiny_model(kind)

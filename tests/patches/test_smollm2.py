@@ -54,6 +54,7 @@ def test_the_eagle3_head_drafts_what_the_model_says(smollm2) -> None:
         assert torch.equal(got, want) and fastspec.report(model).last.acceptance_length > 4
 
 
+@pytest.mark.each_value  # the text is made before it is templated
 @pytest.mark.parametrize("prompt", [None, "Name three rivers."])
 @pytest.mark.parametrize("template", [True, False])
 def test_probe_measures_on_the_answer_to_a_prompt(smollm2, monkeypatch, prompt: str | None, template: bool) -> None:

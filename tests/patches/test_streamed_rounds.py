@@ -63,6 +63,7 @@ def test_rounds_tell_of_drafts_and_log_probabilities(assistant: Any) -> None:
             assert [value for _, value in one.top] == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
+@pytest.mark.some("1", "65", "130")
 @pytest.mark.parametrize("count", [1, 2, 65, 66, 130])
 def test_a_text_is_scored_beside_an_open_batch(count: int) -> None:
     plain, model = made()
@@ -78,6 +79,7 @@ def test_a_text_is_scored_beside_an_open_batch(count: int) -> None:
         assert [token for token, _ in each.top] == row.topk(2).indices.tolist()
 
 
+@pytest.mark.some("3.0", "-2.0-9.0")
 @pytest.mark.each_value  # what is counted does not hang on who drafts
 @pytest.mark.parametrize("assistant", [TREE, "nasd"])
 @pytest.mark.parametrize(("frequency", "presence"), [(3.0, 0.0), (0.0, 20.0), (-2.0, 9.0)])

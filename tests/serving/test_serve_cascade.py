@@ -259,6 +259,7 @@ def test_a_price_needs_a_cascade_and_no_thresholds(model: Any) -> None:
         assert status == 400 and "decides by its thresholds" in told["error"]["message"]
 
 
+@pytest.mark.some("lossless")
 @pytest.mark.parametrize("mode", ["lossless", "token"])
 def test_modes_that_go_token_by_token_are_served(model: Any, mode: str) -> None:
     """As one batch, without stages of its own: log-probabilities and drafts are there, and a price is not."""

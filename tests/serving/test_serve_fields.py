@@ -79,6 +79,7 @@ def test_prompts_come_as_texts_and_tokens_and_lists_of_them(plain: Any, server: 
         )
 
 
+@pytest.mark.some("another")
 def test_n_answers_are_those_of_the_seeds_from_the_given_one_on(server: Served) -> None:
     client = server.client()
     given = {"model": NAME, "max_tokens": 8, "temperature": 1.5}

@@ -59,6 +59,7 @@ def chat(server: Served, stream: bool, **given: Any) -> tuple[Any, ...]:
     return content, reasoning, calls, chunk.choices[0].finish_reason, chunk.usage.completion_tokens
 
 
+@pytest.mark.some("a call", "all", "blanks")
 @TOOLS
 def test_whole_and_streamed_chats_are_the_same_wherever_they_are_cut(said: tuple[str, Served], tools: bool) -> None:
     name, server = said
@@ -79,6 +80,7 @@ def test_whole_and_streamed_chats_are_the_same_wherever_they_are_cut(said: tuple
         assert (content, reasoning, calls) == (ANSWERS[name].strip(), "", [])
 
 
+@pytest.mark.some("a call", "all", "blanks")
 def test_one_tool_is_called_where_no_calls_may_be_parallel(said: tuple[str, Served]) -> None:
     name, server = said
     content, reasoning, calls, *rest = chat(server, False, **asked(True))
@@ -96,6 +98,7 @@ def test_no_tool_is_called_where_none_may_be_chosen(said: tuple[str, Served]) ->
     assert chat(said[1], False, **asked(True, tool_choice="none")) == chat(said[1], False, **asked(False))
 
 
+@pytest.mark.some("a call", "all", "blanks")
 def test_whole_and_streamed_completions_are_the_same(said: tuple[str, Served]) -> None:
     """The text as it stands, with the tail of a character that was cut."""
     name, server = said
@@ -109,6 +112,7 @@ def test_whole_and_streamed_completions_are_the_same(said: tuple[str, Served]) -
             assert whole.choices[0].text == ANSWERS[name]
 
 
+@pytest.mark.some("a call", "all", "blanks")
 @TOOLS
 def test_responses_have_items_of_their_own_index(said: tuple[str, Served], tools: bool) -> None:
     """Read by the client's accumulator, which refuses two items of one; a whole answer is what a stream ends with."""

@@ -83,6 +83,7 @@ def plain(message: Any) -> Any:
     return {**message, "id": None, "content": content}
 
 
+@pytest.mark.some("all", "blanks")
 def test_blocks_are_what_a_chat_has_whole_and_streamed(said: tuple[str, Served]) -> None:
     name, server = said
     for more, chat in (({}, {}), ({"tools": [TOOL]}, {"tools": [CHAT_TOOL]})):

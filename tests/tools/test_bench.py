@@ -191,6 +191,7 @@ def plant(monkeypatch, victim: str) -> None:
     monkeypatch.setattr(run, "ask", ask)
 
 
+@pytest.mark.some("arguments0", "arguments3", "prompt-lookup")
 @pytest.mark.parametrize(
     ("victim", "arguments", "status"),
     [

@@ -138,6 +138,7 @@ def calls(monkeypatch) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     return seen
 
 
+@pytest.mark.some("other")
 @pytest.mark.parametrize("draft", ["same", "other"])
 def test_a_draft_model_of_either_tokenizer(saved: Path, monkeypatch, draft: str) -> None:
     seen = calls(monkeypatch)

@@ -108,7 +108,7 @@ def test_rows_of_a_mixture_count_the_experts_that_rounds_touch(script, tmp_path,
 
 
 def test_stored_weights_are_read_as_stored(script, tmp_path, monkeypatch) -> None:
-    sizes = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 6, "vocab_size": 64}
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 3, "vocab_size": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     monkeypatch.setitem(script.SHAPES, "small", ("llama", sizes | heads))
     out = tmp_path / "rows.jsonl"
@@ -118,7 +118,7 @@ def test_stored_weights_are_read_as_stored(script, tmp_path, monkeypatch) -> Non
     assert [(row["weights"], row["method"]) for row in rows] == [
         (weights, method) for weights in ("dense", "fp8") for method in ("autoregressive", "eagle3")
     ]
-    layers = 6 * (256 * (256 + 128 + 128 + 256) + 3 * 256 * 384)
+    layers = 3 * (256 * (256 + 128 + 128 + 256) + 3 * 256 * 384)
     scales = 4 * layers // 128**2
     assert rows[0]["read_bytes"] - rows[2]["read_bytes"] == 3 * layers - scales
 

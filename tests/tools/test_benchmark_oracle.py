@@ -65,6 +65,7 @@ def known(script: Any, rows: int, tokens: int) -> tuple[Any, Any, torch.Tensor, 
     return model, script.Oracle(SURVIVAL, answers), ids, plain
 
 
+@pytest.mark.some("False")
 @pytest.mark.parametrize(("captured", "nodes", "depth"), [(True, 12, 3), (False, 3, 4)])
 def test_an_oracle_accepts_as_often_as_its_survival_and_changes_no_token(
     script, monkeypatch, captured, nodes, depth

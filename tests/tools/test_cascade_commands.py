@@ -73,6 +73,7 @@ def test_a_file_is_answered_as_by_the_cascades_own_generate(folder: Path, tmp_pa
     assert len(run(*asked, "--cascade", f"{folder}/cascade.yaml").output) and len(out.read_text().splitlines()) == 12
 
 
+@pytest.mark.some("token")
 @pytest.mark.parametrize("mode", ["lossless", "token"])
 def test_a_file_is_answered_token_by_token_in_other_modes(folder: Path, tmp_path: Path, mode: str) -> None:
     """The answers are those of `generate` in this mode; a file of another trade-off is another's."""

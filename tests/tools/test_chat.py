@@ -82,6 +82,7 @@ def test_differing_answers_are_named() -> None:
     assert verdict_line(ChatTurn("", Settings(), made[:1]), "float32") is None
 
 
+@pytest.mark.some("/cache off")
 @pytest.mark.parametrize("line", ["/cache off", "/chat off"])
 def test_the_cache_changes_no_text(chat: Chat, line: str) -> None:
     prompts = ["w10 w11", "w12", "w13 w14"]

@@ -138,6 +138,7 @@ def test_json_carries_the_decisions_as_data(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.some("1000000000.0")
 @pytest.mark.parametrize("price", [0.0, HIGH])
 def test_a_cascade_keeps_caches_of_its_own(price: float) -> None:
     chat = cascade_chat("cascade", "autoregressive", price=price, memory=10_000_000)

@@ -247,6 +247,7 @@ def own(tmp_path: Path) -> Chat:
     return Chat(chat.model, chat.tokenizer, chat.settings, **read_own(tmp_path / "own.py"))
 
 
+@pytest.mark.some("low")
 @pytest.mark.parametrize("name", ["low", "low too"])
 def test_a_processor_of_ones_own_changes_every_strategys_answer(own: Chat, name: str) -> None:
     execute(own, "/assistant transformers,autoregressive,nasd")

@@ -71,7 +71,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
 @pytest.fixture(scope="module")
 def trained(material: Material, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainer, float]:
     """A finished run, and its acceptance before the first step."""
-    trainer = Trainer(eagle(tmp_path_factory.mktemp("head")), *material, Accelerator(cpu=True))
+    trainer = Trainer(eagle(tmp_path_factory.mktemp("head"), epochs=4.0), *material, Accelerator(cpu=True))
     before = trainer.validate()["top1"]
     trainer.run()
     trainer.finish()
@@ -270,6 +270,7 @@ def test_files_hold_the_head(material: Material, trained: tuple[Trainer, float])
     assert "eagle2=" in card and "tokens a round" in card and "taps" not in card
 
 
+@pytest.mark.slow
 def test_resumed_run_equals_one_run(material: Material, tmp_path: Path) -> None:
     Trainer(eagle(tmp_path / "one", epochs=1.5), *material, Accelerator(cpu=True)).run()
     first = Trainer(eagle(tmp_path / "two", epochs=1.5), *material, Accelerator(cpu=True))

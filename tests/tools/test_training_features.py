@@ -167,6 +167,7 @@ def test_texts_that_do_not_fit_are_read_every_time(
     assert sum(passes) == kept + 3 * (len(trainer.texts) - kept)
 
 
+@pytest.mark.some("eagle3")
 @pytest.mark.parametrize("kind", ["eagle3", "eagle"])
 def test_a_run_learns_the_same_from_memory(material: Material, tmp_path: Path, kind: str) -> None:
     sizes: dict[str, Any] = {"draft_vocab_size": 0} if kind == "eagle" else {}
@@ -317,6 +318,7 @@ def test_a_run_goes_on_from_a_head_with_a_shared_lm_head(
         Trainer(third, *material, Accelerator(cpu=True))
 
 
+@pytest.mark.some("own LM head")
 @pytest.mark.parametrize("rows", [False, True], ids=["own LM head", "shared LM head"])
 def test_a_head_with_the_norms_of_eagle_3_1(material: Material, tmp_path: Path, rows: bool) -> None:
     """It learns, is written and read as what it is, drafts, and is gone on from; heads without them, and other kinds,
@@ -537,6 +539,7 @@ def read_by(folder: Path, model: Any) -> Any:
     return BoundHead.of(load_head(folder, model)).readout()
 
 
+@pytest.mark.some("True")
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_shared_lm_head_follows_the_target(
     material: Material, shared: tuple[Trainer, Path], captured: bool, monkeypatch: pytest.MonkeyPatch

@@ -31,6 +31,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
     return model, small_texts(model, 110, config), small_texts(model, 16, config)
 
 
+@pytest.mark.some("eagle3")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_goes_on_from_a_head(material: Material, tmp_path: Path, kind: str) -> None:
     plain: dict[str, Any] = {"kind": kind, "draft_vocab_size": 0, "intermediate_size": 0}

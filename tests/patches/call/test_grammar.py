@@ -246,6 +246,7 @@ def test_plain_decoding_is_that_of_a_matcher_a_row(pair: tuple[Any, Any], gramma
         assert torch.equal(pair[0].generate(**options, logits_processor=[grammar]), expected)
 
 
+@pytest.mark.each_value  # a draw reads the masked logits of any round
 @pytest.mark.parametrize("assistant", ["autoregressive", TREE], ids=str)
 @pytest.mark.parametrize("sampled", [False, True])
 def test_captured_calls_are_those_of_the_cpu(assistant: Any, sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,6 +314,7 @@ HISTORY: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.each_value  # processors run above the drafts
 @pytest.mark.parametrize("more", HISTORY, ids=lambda more: next(iter(more)))
 @pytest.mark.parametrize("assistant", ["eagle3", "nasd"])
 def test_beside_processors_that_look_at_the_tokens_so_far(

@@ -24,6 +24,7 @@ def made(kind: str, seed: int = 0) -> Any:
     return tiny_model(kind, seed, num_hidden_layers=3, max_position_embeddings=2048)
 
 
+@pytest.mark.some("mistral", "gemma3_text", "qwen3_5_text")
 @pytest.mark.each_value
 @pytest.mark.parametrize(
     ("rows", "captured"),
@@ -54,6 +55,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence_state, "FIRST_SLOTS", EXTENT_BUCKET)
 
 
+@pytest.mark.some("120", "123", "126", "127", "128")
 @pytest.mark.parametrize(
     ("begin", "captured"),
     [

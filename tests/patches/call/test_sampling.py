@@ -30,6 +30,7 @@ APART = "top-p", "min-p"
 """Parts of "all four", and enumerated in test_kernels_distribution.py: sampled in `make test-slow` alone."""
 
 
+@pytest.mark.some("autoregressive", "eagle3-all four", "eagle3-history")
 @pytest.mark.parametrize(
     ("assistant", "options"),
     [

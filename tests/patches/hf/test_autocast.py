@@ -45,6 +45,7 @@ def _rows(device: str) -> dict[str, torch.Tensor]:
     return {name: tensor.to(device) for name, tensor in ROWS.items()}
 
 
+@pytest.mark.some("mixtral", "gpt2")
 @DEVICES
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "gpt2", "opt"])
 def test_fp16_autocast_gives_what_plain_generate_gives(kind: str, device: str) -> None:
@@ -80,6 +81,7 @@ def test_bf16_autocast_computes_in_bf16(kind: str, device: str) -> None:
     assert rounding > 0 and apart < 0.8 * rounding
 
 
+@pytest.mark.some("gpt2", "qwen3_moe")
 @pytest.mark.each_value
 @DEVICES
 @pytest.mark.parametrize("backend", ["auto", "torch"])

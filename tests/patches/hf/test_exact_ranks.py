@@ -38,6 +38,7 @@ def test_sums_are_in_the_order_of_the_ranks_whatever_rows_there_are(
     assert all(torch.equal(a, b) for other in others for a, b in zip(mine, other, strict=True))
 
 
+@pytest.mark.some("glm4_moe")
 @pytest.mark.parametrize("kind", ["llama", "glm4_moe"])
 def test_a_cut_model_is_held_where_that_is_asked_for(
     rank_pools: RankPools, folder_of: Callable[[int], Path], kind: str

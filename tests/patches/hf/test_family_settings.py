@@ -39,6 +39,7 @@ OTHERWISE = {
 }
 
 
+@pytest.mark.some("olmo", "cohere")
 @pytest.mark.parametrize("kind", OTHERWISE)
 def test_a_setting_that_a_row_does_not_know_costs_the_adapter(kind: str) -> None:
     (name,) = OTHERWISE[kind]

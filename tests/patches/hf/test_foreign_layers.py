@@ -130,6 +130,7 @@ def test_rounds_that_ask_for_outliers_are_not_captured(threshold: float) -> None
             assert (fastspec.report(model).last.replays == 0) == (threshold > 0)
 
 
+@pytest.mark.some("all", "mapped")
 @pytest.mark.parametrize("where", PLACES)
 def test_an_offloaded_model_gives_the_same_tokens_through_its_hooks(where):
     place, mode = PLACES[where]

@@ -109,6 +109,16 @@ def test_tensors_come_back_as_the_file_had_them(rows, wide, kind, name, random):
     assert torch.equal(back, tensor) and back.shape == tensor.shape
 
 
+@pytest.mark.some(
+    "GPTQ",
+    "GPTQ v2, 8 bits, symmetric, a line",
+    "GPTQ, act-order",
+    "GPTQ without g_idx",
+    "AWQ",
+    "AWQ, symmetric, a line",
+    "auto-round without the offset",
+    "auto-round as AWQ",
+)
 @pytest.mark.parametrize("kind", RECIPES)
 def test_a_checkpoint_is_read_decoded_and_written_again(tmp_path, kind):
     """Weights bit for bit, tokens of the model's own forward and of assisted calls, and the files' tensors in what
@@ -269,15 +279,15 @@ def test_older_folders_describe_their_weights_in_a_file_of_its_own(tmp_path, nam
     assert torch.equal(model.generate(**prompts(4), **OPTIONS), dense.generate(**prompts(4), **OPTIONS))
 
 
-def test_the_triton_kernel_reads_them(tmp_path):
-    """In the interpreter: zero points, act-order, and AWQ's."""
+@pytest.mark.parametrize("kind", ["GPTQ, act-order", pytest.param("AWQ", marks=pytest.mark.slow)])
+def test_the_triton_kernel_reads_them(tmp_path, kind):
+    """In the interpreter: zero points, act-order, and AWQ's, which are stored alike."""
     inputs, options = prompts(4), OPTIONS | {"max_new_tokens": 2}
-    for kind in ("GPTQ, act-order", "AWQ"):
-        dense = written(plain(num_hidden_layers=1), tmp_path / kind, RECIPES[kind])
-        with fastspec.patched(loaded(tmp_path / kind), backend="triton", stored=True) as model:
-            found = model.generate(**inputs, **options, assistant="autoregressive")
-            assert fastspec.report(model).kernels["stored_linears"]
-        assert torch.equal(found, dense.generate(**inputs, **options)), kind
+    dense = written(plain(num_hidden_layers=1), tmp_path / kind, RECIPES[kind])
+    with fastspec.patched(loaded(tmp_path / kind), backend="triton", stored=True) as model:
+        found = model.generate(**inputs, **options, assistant="autoregressive")
+        assert fastspec.report(model).kernels["stored_linears"]
+    assert torch.equal(found, dense.generate(**inputs, **options))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -46,6 +46,7 @@ def _patched(kind: str, **over: Any) -> Any:
     )
 
 
+@pytest.mark.some("phi3", "gpt_neox", "xglm")
 @pytest.mark.parametrize("kind", ["phi3", "stablelm", "olmo2", "gpt_neox", "persimmon", "xglm"])
 def test_computed_positions_go_on_past_the_limit(kind: str) -> None:
     model = _patched(
@@ -60,6 +61,7 @@ def test_computed_positions_go_on_past_the_limit(kind: str) -> None:
         assert free(model, ROWS, 30, assistant=assistant) == expected
 
 
+@pytest.mark.some("gpt2", "opt", "codegen")
 @pytest.mark.parametrize("kind", ["gpt2", "opt", "gptj", "gpt_bigcode", "codegen"])
 def test_a_table_of_positions_ends(kind: str) -> None:
     model = _patched(kind, max_position_embeddings=32, **({"rotary_dim": 8} if kind in ("gptj", "codegen") else {}))

@@ -66,6 +66,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.some("chunks and scales", "several scales a chunk", "no scales")
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_texts_outgrow_chunks_and_scales(settings: str) -> None:
     model = llama4(**SETTINGS[settings])

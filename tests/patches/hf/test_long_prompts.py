@@ -60,6 +60,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.some("gemma3_text", "gpt_oss", "qwen3_5_text")
 @pytest.mark.each_value
 @pytest.mark.parametrize("lengths", [(70,), (33, 20), (40, 7, 17)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)

@@ -148,6 +148,14 @@ WHOLE = "mixtral", "gpt_oss", "qwen3_next", "gemma4_text"
 """Plain experts, experts with biases and limits, a shared one, and experts beside a dense feed-forward."""
 
 
+@pytest.mark.some(
+    "True",
+    "qwen3_moe, normalised",
+    "qwen3_next, not normalised",
+    "glm4_moe, a group, no norms",
+    "gpt_oss, close limits",
+    "llama4_text, two experts",
+)  # the families with their own settings decode in test_families.py
 @pytest.mark.parametrize(
     ("variant", "every"),
     [

@@ -50,6 +50,7 @@ def placement_stack(model: Any) -> nn.ModuleList:
     )
 
 
+@pytest.mark.some("gpt2", "gemma2")
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
 def test_layers_of_one_kind_on_two_devices_have_two_states(kind, monkeypatch):
     """On the CPU by two names of it: what is split is put together again in every answer, cache and turn."""

@@ -52,6 +52,7 @@ def test_recurrent_models_give_the_same_tokens(kind: str, device: str) -> None:
     assert f"adapter {kind}" in str(fastspec.report(model))
 
 
+@pytest.mark.each_value  # a state is committed alike, whatever tree was walked
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("assistant", [Oracle, Branches])
 def test_what_was_accepted_is_in_the_state_and_what_was_rejected_is_not(kind: str, assistant: type[Oracle]) -> None:

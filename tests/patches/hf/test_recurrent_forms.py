@@ -36,6 +36,7 @@ CASES = [(kind, 0, (33, 65)) for kind in KINDS] + [
 ]
 
 
+@pytest.mark.some("qwen3_next", "olmo_hybrid")
 @pytest.mark.parametrize(("kind", "seed", "lengths"), CASES)
 def test_texts_part_at_near_ties_alone(kind: str, seed: int, lengths: tuple[int, ...]) -> None:
     """At a first token that differs, the plain model's two logits are no further apart than its own two forms of that

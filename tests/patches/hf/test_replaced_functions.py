@@ -178,6 +178,7 @@ def modelling_code(model: Any, run: Callable[[], Any]) -> list[tuple[Any, str]]:
 QUICK = "llama", "gemma2", "phi3", "qwen3_moe"
 
 
+@pytest.mark.some("qwen3_moe", "gemma2")
 @pytest.mark.parametrize(
     "family", [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES]
 )

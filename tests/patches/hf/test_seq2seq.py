@@ -79,6 +79,15 @@ def free(model: Any, inputs: dict[str, Tensor]) -> list[list[int]]:
     return answer(model, inputs, max_new_tokens=20, do_sample=False, eos_token_id=NEVER)[:, 1:].tolist()
 
 
+@pytest.mark.some(
+    "('t5', 'autoregressive')",
+    "('t5', Speculative(gamma=3, most=8, branches=2, early_exit=None))",
+    "('bart', 'nasd')",
+    "('bart', 'speculative')",
+    "('bart', Speculative(gamma=4, most=8, branches=1, early_exit=None))",
+    "('marian', 'autoregressive')",
+    "('marian', Nasd",
+)
 @pytest.mark.parametrize("case", CROSSED, ids=str)
 def test_greedy(pair, assistant):
     out = same(pair, assistant, sources(7, 3, 11), max_new_tokens=30, eos_token_id=NEVER)
@@ -353,6 +362,7 @@ def distribution(
     return merged
 
 
+@pytest.mark.some("nasd", "marian")
 @pytest.mark.each_value  # a tree is judged by the same rule whoever grew it
 @pytest.mark.parametrize(
     ("kind", "case"),
@@ -396,6 +406,7 @@ def test_n_grams_are_read_from_the_source():
     assert seen in (expected[0] + expected[1], expected[1] + expected[0])
 
 
+@pytest.mark.some("t5", "bart")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_perfect_draft_is_accepted_whole(kind):
     model = patched(tiny_seq2seq(kind), tiny_seq2seq(kind))

@@ -64,6 +64,7 @@ READ: dict[str, tuple[str, dict[str, Any]]] = {
 """What nobody reads -> a family and its settings, and what a forward reads against what is written beside it."""
 
 
+@pytest.mark.some("llama", "said to be off", "chunks", "mixture", "generic")
 @pytest.mark.parametrize("case", UNREAD)
 def test_a_window_that_no_forward_reads_is_what_the_cache_makes_of_it(case: str) -> None:
     """Plain decoding sees the whole of a prompt, and behind it what transformers' cache has kept."""

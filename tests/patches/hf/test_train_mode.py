@@ -63,6 +63,7 @@ def test_a_family_with_dropout_in_train_mode_runs_by_its_own_forward(family):
         assert mode_for(model).adapter is not None and "in train mode" in str(mode_for(model.train()).why)
 
 
+@pytest.mark.some("gemma2", "gpt_oss")
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "phi3"])
 def test_dropout_of_train_mode_stays_on(family):
     """In generic mode, which is said once; in evaluation mode the adapter runs, and gives plain's tokens."""
@@ -80,6 +81,7 @@ def test_dropout_of_train_mode_stays_on(family):
         assert said(model, 1, assistant="autoregressive") == said(model, 2, assistant="nasd") == expected
 
 
+@pytest.mark.some("phi", "seed_oss", "starcoder2")
 @pytest.mark.parametrize("family", sorted(BESIDE))
 def test_dropout_of_hidden_states_is_plain_generates(family):
     """By the same random numbers, so to the same tokens."""

@@ -58,6 +58,7 @@ def test_every_assistant_gives_the_same_tokens(kind: str, device: str) -> None:
     assert fastspec.report(model).mode == "adapter gemma4_text"
 
 
+@pytest.mark.some("plain", "shared, wide", "experts")
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_the_adapter(kind: str) -> None:
     """A hook on a layer leaves the modules' own forward."""
@@ -76,6 +77,7 @@ def test_early_layers_draft_though_they_share_keys() -> None:
             assert free(model, ROWS, NEW, assistant=fastspec.Speculative(early_exit=layers)) == expected
 
 
+@pytest.mark.some("shared keys", "values are keys")
 @pytest.mark.parametrize("kind", ["plain", "shared keys", "values are keys"])
 def test_turns_go_on_from_a_cache(kind: str) -> None:
     model = varied(kind)

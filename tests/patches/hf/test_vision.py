@@ -105,6 +105,7 @@ def test_prompts_with_images_and_without(kind: str, assistants: tuple[Any, ...],
     assert fastspec.report(model).mode.startswith("adapter" if kind in ADAPTED else "generic")
 
 
+@pytest.mark.some("llava", "qwen3_5", "paligemma", "gemma4")
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(kind, marks=() if kind in WHOLE else pytest.mark.slow) for kind in ADAPTED + GENERIC],
@@ -144,6 +145,7 @@ def test_a_mistral_3_around_a_ministral_3() -> None:
             assert free(model, inputs, NEW, assistant=assistant) == expected, assistant
 
 
+@pytest.mark.some("gemma4")
 @pytest.mark.parametrize("kind", ["gemma4", "gemma4_unified"])
 def test_last_layers_that_read_the_keys_of_others(kind: str) -> None:
     """As in Gemma 4's E2B and E4B: the cache of the model's own pass over an image holds nothing of them."""
@@ -211,6 +213,7 @@ def test_a_text_with_an_images_token_and_no_image(kind: str) -> None:
         assert free(model, inputs, NEW, assistant="nasd") == expected
 
 
+@pytest.mark.some("gemma3", "qwen2_5_vl", "paligemma", "glm4v")
 @pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl", "qwen3_5", "paligemma", "glm4v"])
 def test_turns_go_on_with_more_images(kind: str) -> None:
     """A turn with an image, one of text alone, and one with another image where transformers takes one behind a cache:

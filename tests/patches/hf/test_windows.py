@@ -56,6 +56,7 @@ def test_texts_outgrow_windows_and_chunks(kind: str, device: str) -> None:
     assert expected != free(wide(model), inputs, new)  # the window matters
 
 
+@pytest.mark.some("gpt_oss", "llama4_text")
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("kind", ["mistral", "gemma3_text", "gpt_oss", "llama4_text"])
 def test_a_row_may_be_much_shorter_than_the_others(kind: str, device: str) -> None:
@@ -70,6 +71,7 @@ def test_a_row_may_be_much_shorter_than_the_others(kind: str, device: str) -> No
             assert free(model, inputs, 6, assistant=assistant) == expected, assistant
 
 
+@pytest.mark.some("gemma3_text")
 @pytest.mark.parametrize("kind", ["mistral", "gemma3_text"])
 def test_padded_chunks_end_where_the_buffers_of_a_ring_do(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks that are captured are padded, to more than a text has slots for; also of a turn that begins in the middle
@@ -100,6 +102,7 @@ def wide(model: Any) -> Any:
     return model
 
 
+@pytest.mark.some("mistral", "gemma2")
 @pytest.mark.parametrize("kind", ["mistral", "qwen2", "gemma2"])
 def test_trees_of_a_head_keep_to_the_window(kind: str) -> None:
     model = windowed(kind)
@@ -118,6 +121,7 @@ def test_calls_in_lockstep_keep_to_the_window() -> None:
     assert free(model, ROWS, NEW, logits_processor=[OwnProcessor()], assistant="nasd") == expected
 
 
+@pytest.mark.some("mistral", "gpt_oss", "llama4_text")
 @pytest.mark.parametrize(
     ("kind", "lengths"),
     [
