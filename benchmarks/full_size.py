@@ -223,10 +223,11 @@ def head_bytes(model: Any, name: str) -> int:
     assert session is not None
     bound = session.resources[name]
     borrower = bound if bound.derived.narrowed is None else bound.derived.narrowed[1]
-    borrowed = 0 if bound.binding.lm_head is None else borrower.readout().weight.nbytes
-    scales = sum(each.scales.nbytes for each in bound.module.modules() if isinstance(each, RoundedLinear))
-    buffers = sum(each.nbytes for name, each in bound.module.named_buffers() if name != "d2t")
-    return sum(each.nbytes for each in bound.module.parameters()) + buffers + scales + borrowed
+    read = [bound.module, *([] if bound.binding.lm_head is None else [borrower.readout()])]
+    found = [each for module in read for each in module.parameters()]
+    found += [each for module in read for name, each in module.named_buffers() if name != "d2t"]
+    found += [each.scales for module in read for each in module.modules() if isinstance(each, RoundedLinear)]
+    return sum(each.nbytes for each in found)
 
 
 def read_bandwidth(device: str) -> float:
