@@ -409,7 +409,7 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
     yield (
         "frontier_input",
         lambda: inputs.frontier_input(
-            whole(1, 100), whole(1, 10), few(1, 10, hidden), whole(1, 10, 2), 10, table, norms, norms, 1e-5
+            whole(1, 100), whole(1, 10), few(1, 10, hidden), whole(1, 10, 2), 10, table, norms, norms, 1e-5, 1.0
         ),
     )
     for many in (710, 5000, tree_build.MAX_CANDIDATES):

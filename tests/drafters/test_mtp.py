@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,11 +33,11 @@ from fastspec.generation.drafters import head_drafter
 from fastspec.generation.drafters.head_drafter import EagleDrafter
 from fastspec.generation.drafters.tree_sizes import TreeSizes
 from fastspec.generation.heads.bound import DraftVocabulary
-from fastspec.generation.heads.rounded_linear import RoundedLinear
+from fastspec.generation.heads.rounded_linear import RoundedLinear, rounded_lines
 from fastspec.patches.assistants import mtp
 from fastspec.patches.assistants.draft_vocab import read_list, with_vocabulary
 from fastspec.patches.assistants.mtp import load_mtp
-from fastspec.patches.backends import TORCH
+from fastspec.patches.backends import TORCH, counted
 from fastspec.patches.hf.cache import CACHE
 from fastspec.patches.session import session_of
 from fastspec.programs.cli.app import app
@@ -96,9 +97,11 @@ def test_drafts_are_those_of_transformers_own_layer(
     readouts = drafter.readouts(ids[:, 1:], states[:, :-1])
     torch.testing.assert_close(drafter.program.logits(readouts)[0], first, rtol=1e-4, atol=1e-4)
     for end in range(2, ids.shape[1]):
-        drafter = EagleDrafter(head, TreeShape(4, 2, 1), rows=1, capacity=40, ops=TORCH)
+        counts = Counter[str]()
+        drafter = EagleDrafter(head, TreeShape(4, 2, 1), rows=1, capacity=40, ops=counted(TORCH, counts))
         drafter.begin(ids[:, :end], torch.tensor([end]), states[:, :end], ids[:, end])
         tree = drafter.propose(end)
+        assert (counts["head_input"], counts["frontier_input"], counts["next_frontier"]) == (1, 2, 0)
         chain = [int(each[end - 1].argmax()) for each in (first, second, third)]
         assert tree.tokens[0].tolist() == [int(ids[0, end]), *chain]
 
@@ -477,6 +480,36 @@ def test_a_draft_vocabulary_bounds_what_is_drafted_and_follows_the_texts(tmp_pat
         assert torch.equal(with_vocabulary(whole, narrow, model).readout().weight, 2 * rows)
     with pytest.raises(Unsupported, match="draft_vocab"):
         fastspec.Mtp(draft_vocab=1.5)
+
+
+def test_a_draft_vocabulary_of_a_head_in_8_bits_is_rounded_and_follows_the_texts(tmp_path: Path) -> None:
+    model, _ = loaded("qwen3_5_text", tmp_path, vocab_size=600)
+    ids = torch.tensor([[590, 591, 592, 593, 590, 591]])
+    plain = model.generate(ids, max_new_tokens=NEW, do_sample=False)
+    narrow = fastspec.Mtp(depth=3, top_k=3, total_tokens=12, draft_vocab=256)
+    with fastspec.patched(model, mtp=True, head_bits=8, backend="torch"):
+        session = session_of(model)
+        assert session is not None
+        whole = session.resources["mtp"]
+        assert whole.readout() is model.lm_head
+        head = with_vocabulary(whole, narrow, model)
+        made = head.readout()
+
+        def rounded() -> bool:
+            """Codes and scales are those of the rows of the drafted tokens."""
+            codes, scales = rounded_lines(model.lm_head.weight[head.drafted()], made.kind)
+            return torch.equal(codes.view(torch.uint8), made.codes) and torch.equal(scales, made.scales)
+
+        assert isinstance(made, RoundedLinear) and len(made.codes) == 256 and rounded()
+        held = made.codes.data_ptr(), made.scales.data_ptr()
+        out = model.generate(ids, max_new_tokens=NEW, do_sample=False, assistant=narrow)
+        assert torch.equal(plain, out) and fastspec.report(model).last.acceptance_length > 1.2
+        assert head.drafted()[240:244].tolist() == [590, 591, 592, 593] and rounded()
+        for change in (lambda weight: weight.mul_(2.0), lambda weight: weight.normal_(0.0, 0.3)):
+            with torch.no_grad():
+                change(model.lm_head.weight)
+            assert with_vocabulary(whole, narrow, model) is head and head.readout() is made and rounded()
+        assert held == (made.codes.data_ptr(), made.scales.data_ptr())  # which captured rounds read
 
 
 def test_the_tokens_that_a_vocabulary_follows_are_no_change_of_weights(tmp_path: Path) -> None:

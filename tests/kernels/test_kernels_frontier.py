@@ -102,7 +102,7 @@ class Drawn:
         self.norms = [torch.randn(size, generator=generator).to(dtype).to(device) for _ in range(2)]
 
 
-def check_input(x: Tensor, tokens: Tensor, hidden: Tensor, drawn: Drawn) -> None:
+def check_input(x: Tensor, tokens: Tensor, hidden: Tensor, drawn: Drawn, offset: float | None) -> None:
     """Both halves as close to the reference as a norm is, whose sums are in another order, and to the bit what the
     kernel of a norm makes of the looked-up embeddings and the states; rows at odd addresses, which compiled kernels may
     share out otherwise, apart."""
@@ -112,8 +112,8 @@ def check_input(x: Tensor, tokens: Tensor, hidden: Tensor, drawn: Drawn) -> None
         (x[..., :size], embedded, drawn.norms[0]),
         (x[..., size:], hidden.contiguous(), drawn.norms[1]),
     ):
-        assert (x.is_cuda and size % 16) or torch.equal(half, rms_norm(values, weight, EPS)[0])
-    wanted = drafting_reference.head_input(tokens, hidden, drawn.table, *drawn.norms, EPS)
+        assert (x.is_cuda and size % 16) or torch.equal(half, rms_norm(values, weight, EPS, offset=offset)[0])
+    wanted = drafting_reference.head_input(tokens, hidden, drawn.table, *drawn.norms, EPS, offset)
     # in half precision a unit where a rounding before the weight falls otherwise, and one after it; in fp32 a few of
     # the scale's
     limits = torch.finfo(x.dtype)
@@ -127,18 +127,19 @@ def check_input(x: Tensor, tokens: Tensor, hidden: Tensor, drawn: Drawn) -> None
     nodes=st.integers(1, 10),
     children=st.integers(1, 10),
     slot=st.sampled_from([0, 1, 53, 62, 63, 64, 65, 127, 128]),
+    offset=st.sampled_from([None, 1.0]),
     seed=st.integers(0, 2**31),
 )
 @examples(10, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_frontier_input(device, poisoned, data, rows, nodes, children, slot, seed):
+def test_frontier_input(device, poisoned, data, rows, nodes, children, slot, offset, seed):
     size, dtype = data.draw(st.sampled_from(SIZES[device])), data.draw(st.sampled_from(DTYPES[device]))
     drawn = Drawn(device, size, dtype, rows, nodes, children, slot, seed)
     before = drawn.tokens, drawn.index, drawn.hidden, drawn.words, slot
-    x, hidden, words = frontier_input(*before, drawn.table, *drawn.norms, EPS)
+    x, hidden, words = frontier_input(*before, drawn.table, *drawn.norms, EPS, offset)
     tokens, *wanted = drafting_reference.next_frontier(*before)
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip((hidden, words), wanted, strict=True))
-    check_input(x, tokens, hidden, drawn)
-    assert torch.equal(drafting_reference.frontier_input(*before, drawn.table, *drawn.norms, EPS)[2], words)
+    check_input(x, tokens, hidden, drawn, offset)
+    assert torch.equal(drafting_reference.frontier_input(*before, drawn.table, *drawn.norms, EPS, offset)[2], words)
 
 
 @EVERYWHERE
@@ -147,14 +148,15 @@ def test_frontier_input(device, poisoned, data, rows, nodes, children, slot, see
     rows=st.integers(1, 3),
     nodes=st.sampled_from([1, 2, 7, 33]),
     pad=st.integers(0, 2),
+    offset=st.sampled_from([None, 1.0]),
     seed=st.integers(0, 2**31),
 )
 @examples(8, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_head_input(device, poisoned, data, rows, nodes, pad, seed):
+def test_head_input(device, poisoned, data, rows, nodes, pad, offset, seed):
     size, dtype = data.draw(st.sampled_from(SIZES[device])), data.draw(st.sampled_from(DTYPES[device]))
     drawn = Drawn(device, size, dtype, rows, nodes, 1, 0, seed)
-    x = head_input(with_rows_apart(drawn.tokens, pad), drawn.hidden, drawn.table, *drawn.norms, EPS)
-    check_input(x, drawn.tokens, drawn.hidden, drawn)
+    x = head_input(with_rows_apart(drawn.tokens, pad), drawn.hidden, drawn.table, *drawn.norms, EPS, offset)
+    check_input(x, drawn.tokens, drawn.hidden, drawn, offset)
 
 
 @EVERYWHERE

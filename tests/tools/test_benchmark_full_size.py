@@ -142,9 +142,9 @@ def test_an_mtp_layer_is_a_method_with_bytes_of_its_own(script, tmp_path, monkey
     weights, lines = (
         sum(made(each) for each in products.values()) for made in (lambda at: at[0] * at[1], lambda at: at[0])
     )
-    others = 4 * (5 * 64 + 2 * 16 + 128 * 64)  # norms, and rows of the LM head
-    assert rows[0]["head_bytes"] == 4 * weights + others
-    assert rows[1]["head_bytes"] == weights + 4 * lines + others
+    norms, weights, lines = 4 * (5 * 64 + 2 * 16), weights + 128 * 64, lines + 128  # and rows of the LM head
+    assert rows[0]["head_bytes"] == 4 * weights + norms
+    assert rows[1]["head_bytes"] == weights + 4 * lines + norms
     assert all(row["drafter_read_bytes"] == 8 * row["head_bytes"] and "draft 1" in row["parts_ms"] for row in rows)
 
 

@@ -285,10 +285,10 @@ class HeadProgram:
         table: Tensor = embed.weight.detach()
         return table if table.dtype == hidden.dtype and table.is_contiguous() else None
 
-    def _norms(self) -> tuple[Tensor, Tensor, float]:
-        """The weights of the first layer's norms of embeddings and states, and their epsilon."""
+    def _norms(self) -> tuple[Tensor, Tensor, float, float | None]:
+        """The weights of the first layer's norms of embeddings and states, their epsilon and offset."""
         of_tokens, of_states = self._first_norms()
-        return of_tokens.weight, of_states.weight, self.config.rms_norm_eps
+        return of_tokens.weight, of_states.weight, self.config.rms_norm_eps, None
 
     def _first_norms(self) -> tuple[RMSNorm, RMSNorm]:
         """The first layer's norms of embeddings and of states, which EAGLE-3 heads have."""
@@ -358,14 +358,24 @@ class MtpProgram(HeadProgram):
         return features
 
     def feed(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        if self._table(hidden) is not None:
+            return super().feed(tokens, hidden)
         embedded = (self.look_up or self.binding.embedding)(tokens).to(hidden.dtype)
-        parts = self.token_norm(embedded)[0], self.state_norm(hidden)[0]
-        total = self.fc(torch.cat(parts, -1))
+        return self._first(torch.cat((self.token_norm(embedded)[0], self.state_norm(hidden)[0]), -1), hidden)
+
+    def _table(self, hidden: Tensor) -> Tensor | None:
+        own = isinstance(self.token_norm, RmsNorm) and isinstance(self.state_norm, RmsNorm)
+        return super()._table(hidden) if own else None
+
+    def _norms(self) -> tuple[Tensor, Tensor, float, float | None]:
+        of_tokens, of_states = cast(RmsNorm, self.token_norm), cast(RmsNorm, self.state_norm)
+        return of_tokens.module.weight, of_states.module.weight, of_tokens.eps, of_tokens.offset
+
+    def _first(self, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """A joined input x [B, T, 2 * H], fused and normed, and the residual."""
+        total = self.fc(x)
         norm = self.layers[0].input_norm
         return (total, total) if norm is None else norm(total)
-
-    def _table(self, hidden: Tensor) -> None:
-        return None
 
 
 def program_of(bound: BoundHead, ops: Ops, state: FullAttentionState, cut: Cut | None) -> HeadProgram:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from fastspec.errors import CheckpointError, Unsupported
 from fastspec.generation.decoder_layer import LayerFamily, is_plain
 from fastspec.generation.heads.module import FLOATS, Binding, DraftHead, EagleHead, HeadConfig, RMSNorm, drafted_ids
+from fastspec.generation.heads.rounded_linear import LINES, RoundedLinear, rounded_lines
 
 ONCE, FADES = 1 << 10, 10
 """A token's count of one occurrence, and the part of it, one in so many, that goes whenever another text begins."""
@@ -70,7 +71,7 @@ class Derived:
     """Parts derived from a bound head: the LM head of `BoundHead.readout`, the head in a lower precision (`lowered`),
     the head with a draft vocabulary (`narrowed`), and that vocabulary. Copies and pickles begin without."""
 
-    readout: nn.Linear | None = None
+    readout: nn.Linear | RoundedLinear | None = None
     lowered: BoundHead | None = None
     narrowed: tuple[Hashable, BoundHead] | None = None
     vocabulary: DraftVocabulary | None = None
@@ -97,15 +98,18 @@ class DraftVocabulary:
         real = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
         self.counts.index_add_(0, tokens.flatten(), real.flatten() * ONCE)
 
-    def renew(self, rows: Tensor, lm_head: Tensor) -> None:
-        """Give the free places to the tokens that were counted most, in place, with rows [V_d, H] of lm_head [V, H].
-        What was counted long ago fades. Waits for nothing."""
+    def renew(self, readout: nn.Linear | RoundedLinear, lm_head: Tensor) -> None:
+        """Give the free places to the tokens that were counted most, in place, and `readout` their rows of lm_head [V,
+        H]. What was counted long ago fades. Waits for nothing."""
         size, d2t = len(self.counts), self.d2t
         order = torch.where(self.base, -1, self.counts) * size - torch.arange(size, device=d2t.device)  # without ties
         tokens = torch.topk(order, self.free).indices
         places = torch.arange(len(d2t) - self.free, len(d2t), device=d2t.device)
         d2t[places] = tokens - places
-        rows[places] = lm_head[tokens].to(rows)
+        if isinstance(readout, RoundedLinear):
+            readout.put(places, lm_head[tokens])
+        else:
+            readout.weight[places] = lm_head[tokens].to(readout.weight)
         self.counts.sub_(self.counts // FADES)
 
 
@@ -138,8 +142,8 @@ class BoundHead:
         return module
 
     def readout(self) -> Any:
-        """The LM head that drafts: the head's own, the target's, or one made of the target's rows and the head's
-        matrix. Raises CheckpointError where the target's LM head has no rows to give."""
+        """The LM head that drafts: the head's own, the target's, or one made of the target's rows, in 8 bits where the
+        head is, or of these and the head's matrix. Raises CheckpointError where the target's has no rows to give."""
         module, lm_head = self.module, self.binding.lm_head
         if module.lm_head is not None:
             return module.lm_head
@@ -147,12 +151,19 @@ class BoundHead:
         if not module.config.target_rows:
             return lm_head
         made, like = self.derived.readout, module.like
-        if made is None or (made.weight.device, made.weight.dtype) != (like.device, like.dtype):
-            weight = self._product(lm_head)
-            made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-            made.weight = nn.Parameter(weight, requires_grad=False)
-            self.derived.readout = made
+        held = made.like if isinstance(made, RoundedLinear) else None if made is None else made.weight
+        if held is None or (held.device, held.dtype) != (like.device, like.dtype):
+            self.derived.readout = made = self._made(lm_head)
         return made
+
+    @torch.inference_mode(False)  # what is made in one call is written to in others
+    @torch.no_grad()
+    def _made(self, lm_head: nn.Module) -> nn.Linear | RoundedLinear:
+        weight = self._product(lm_head)
+        made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        made.weight = nn.Parameter(weight, requires_grad=False)
+        rounds = isinstance(self.module.fc, RoundedLinear) and self.module.lm_head_map is None
+        return RoundedLinear.of(made) if rounds else made
 
     @property
     def d2t(self) -> Tensor:
@@ -170,7 +181,7 @@ class BoundHead:
         vocabulary, made, lm_head = self.derived.vocabulary, self.derived.readout, self.binding.lm_head
         if vocabulary is not None and vocabulary.free and made is not None and lm_head is not None:
             vocabulary.count(ids, counts)
-            vocabulary.renew(made.weight, cast(Tensor, lm_head.weight))
+            vocabulary.renew(made, cast(Tensor, lm_head.weight))
 
     @torch.no_grad()
     def renew(self) -> None:
@@ -181,11 +192,19 @@ class BoundHead:
             return
         assert lm_head is not None
         if between is None:
-            few = slice(None, None, max(1, len(made.weight) // 64))
-            rows = self.module.target_rows(lm_head, self.drafted()[few])
-            if not torch.equal(rows.to(made.weight), made.weight[few]):
+            ids = self.drafted()
+            few = slice(None, None, max(1, len(ids) // 64))
+            rows = self.module.target_rows(lm_head, ids[few])
+            if isinstance(made, RoundedLinear):
+                codes, scales = rounded_lines(rows.to(made.like), made.kind)
+                same = torch.equal(codes.view(torch.uint8), made.codes[few]) and torch.equal(scales, made.scales[few])
+                if not same:
+                    for places in torch.arange(len(ids), device=ids.device).split(LINES):
+                        made.put(places, self.module.target_rows(lm_head, ids[places]).to(made.like))
+            elif not torch.equal(rows.to(made.weight), made.weight[few]):
                 made.weight.copy_(self._product(lm_head))
             return
+        assert isinstance(made, nn.Linear)  # the head's matrix is not rounded, nor what is made of it
         generator = torch.Generator().manual_seed(0)
         probe = torch.randn(made.weight.shape[1], generator=generator, device="cpu").to(made.weight)
         mapped = between.weight.float() @ probe.to(between.weight.device).float()

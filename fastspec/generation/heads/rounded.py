@@ -26,7 +26,8 @@ def is_rounded(head: DraftHead) -> bool:
 @torch.no_grad()
 def rounded(head: BoundHead) -> BoundHead:
     """A copy of a head whose products are rounded, once: later changes of the head's weights are not seen. What it
-    borrows of its target stays shared, and is not rounded. A head that is rounded already stays itself.
+    borrows of its target stays shared, and is not rounded but for the rows of a draft vocabulary, which are copies. A
+    head that is rounded already stays itself.
 
     Raises ValueError, naming it, for a product that is no `torch.nn.Linear`.
     """

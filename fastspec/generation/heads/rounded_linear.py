@@ -16,6 +16,15 @@ LARGEST = {INT8: (torch.int8, 127.0), E4M3: (torch.float8_e4m3fn, 448.0)}
 """Codes of 8 bits -> their dtype, and the largest number that they stand for."""
 
 
+def rounded_lines(weight: Tensor, kind: Codes) -> tuple[Tensor, Tensor]:
+    """Codes [M, K] of a weight's lines and their scales [M, 1] fp32."""
+    dtype, largest = LARGEST[kind]
+    wide = weight.float()
+    scales = (wide.abs().amax(1, keepdim=True) / largest).clamp_(min=torch.finfo(torch.float32).tiny)
+    scaled = (wide / scales).clamp_(-largest, largest)
+    return (scaled.round_() if dtype is torch.int8 else scaled).to(dtype), scales
+
+
 class RoundedLinear(nn.Module):
     """A linear layer whose weight [M, K] is codes of 8 bits with a scale for each line; its bias [M] stays as it was.
 
@@ -28,16 +37,13 @@ class RoundedLinear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kind: Codes) -> None:
         super().__init__()
-        dtype, largest = LARGEST[kind]
-        codes = weight.new_empty(weight.shape, dtype=dtype)
+        codes = weight.new_empty(weight.shape, dtype=LARGEST[kind][0])
         scales = weight.new_empty(len(weight), 1, dtype=torch.float32)
         far = scales.new_zeros(())
         for part, some, scale in zip(*(each.split(LINES) for each in (weight, codes, scales)), strict=True):
-            wide = part.float()
-            scale.copy_(wide.abs().amax(1, keepdim=True) / largest).clamp_(min=torch.finfo(torch.float32).tiny)
-            scaled = (wide / scale).clamp_(-largest, largest)
-            some.copy_(scaled.round_() if dtype is torch.int8 else scaled)
-            far += (some.float() * scale - wide).square_().sum()
+            for held, made in zip((some, scale), rounded_lines(part, kind), strict=True):
+                held.copy_(made)
+            far += (some.float() * scale - part.float()).square_().sum()
         self.kind, self.scales = kind, scales
         self.far = float(far)
         """The squared distance from its weight."""
@@ -56,6 +62,11 @@ class RoundedLinear(nn.Module):
         """[M, K], as the kernels read it."""
         depth = self.codes.shape[1]
         return StoredWeight(self.codes, self.kind, self.scales, (1, depth), depth, None)
+
+    def put(self, places: Tensor, lines: Tensor) -> None:
+        """Exchange the lines at places [N] for lines [N, K], rounded, in place. Waits for nothing."""
+        codes, scales = rounded_lines(lines, self.kind)
+        self.codes[places], self.scales[places] = codes.view(torch.uint8), scales
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., M]."""

@@ -185,6 +185,7 @@ def _head_input_kernel(
     BLOCK: tl.constexpr,
     BW: tl.constexpr,
     CHOOSE: tl.constexpr,
+    OFFSET: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One half of a node's input: from its token, or its state. With CHOOSE nodes are children that p_index names."""
@@ -215,11 +216,17 @@ def _head_input_kernel(
                 tl.load(p_words + above * words + o_w, mask=m_w, other=0) | b_bit,
                 mask=m_w,
             )
-    tl.store(p_out + (2 * node + half) * SIZE + o_h, norm_row(b_x, b_weight, eps, SIZE), mask=m_h)
+    tl.store(p_out + (2 * node + half) * SIZE + o_h, norm_row(b_x, b_weight, eps, SIZE, OFFSET), mask=m_h)
 
 
 def head_input(
-    tokens: Tensor, hidden: Tensor, table: Tensor, token_norm: Tensor, hidden_norm: Tensor, eps: float
+    tokens: Tensor,
+    hidden: Tensor,
+    table: Tensor,
+    token_norm: Tensor,
+    hidden_norm: Tensor,
+    eps: float,
+    offset: float | None = None,
 ) -> Tensor:
     """`reference.head_input`: tokens [B, K] int64, their states hidden [B, K, H] -> [B, K, 2 * H].
 
@@ -228,7 +235,7 @@ def head_input(
     """
     expect("head_input", hidden.shape[:2], torch.int64, PACKED, tokens=tokens)
     _check("head_input", hidden, table, token_norm, hidden_norm)
-    return _launch(tokens, None, hidden, None, 0, table, token_norm, hidden_norm, eps)[0]
+    return _launch(tokens, None, hidden, None, 0, table, token_norm, hidden_norm, eps, offset)[0]
 
 
 def frontier_input(
@@ -241,6 +248,7 @@ def frontier_input(
     token_norm: Tensor,
     hidden_norm: Tensor,
     eps: float,
+    offset: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`reference.frontier_input`: `next_frontier` of tokens [B, M * C], index [B, K], hidden [B, M, H] and words [B, M,
     W], and `head_input` of what it gives -> x [B, K, 2 * H], and the nodes' states [B, K, H] and ancestors [B, K, W].
@@ -250,7 +258,7 @@ def frontier_input(
     expect("frontier_input", ("B", "N"), torch.int64, PACKED, tokens=tokens, index=index)
     expect("frontier_input", words.shape, torch.int64, CONTIGUOUS, words=words)
     _check("frontier_input", hidden, table, token_norm, hidden_norm)
-    return _launch(tokens, index, hidden, words, slot, table, token_norm, hidden_norm, eps)
+    return _launch(tokens, index, hidden, words, slot, table, token_norm, hidden_norm, eps, offset)
 
 
 def _check(op: str, hidden: Tensor, table: Tensor, token_norm: Tensor, hidden_norm: Tensor) -> None:
@@ -272,6 +280,7 @@ def _launch(
     token_norm: Tensor,
     hidden_norm: Tensor,
     eps: float,
+    offset: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     (rows, nodes, size), choose = hidden.shape, index is not None
     if index is None or words is None:  # not read
@@ -295,6 +304,7 @@ def _launch(
             BLOCK=block,
             BW=triton.next_power_of_2(width),
             CHOOSE=choose,
+            OFFSET=offset,
             num_warps=row_warps(block, x.element_size()),  # as in rms_norm: the sums are added in the same order
             **dependent(x.device),
         )

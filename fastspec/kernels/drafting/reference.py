@@ -90,17 +90,22 @@ def next_frontier(
 
 
 def head_input(
-    tokens: Tensor, hidden: Tensor, table: Tensor, token_norm: Tensor, hidden_norm: Tensor, eps: float
+    tokens: Tensor,
+    hidden: Tensor,
+    table: Tensor,
+    token_norm: Tensor,
+    hidden_norm: Tensor,
+    eps: float,
+    offset: float | None = None,
 ) -> Tensor:
-    """Input of an EAGLE-3 head's first layer of tokens [B, K] and their states hidden [B, K, H] -> [B, K, 2 *
-    H].
+    """Input of an EAGLE-3 head's first layer, or of an MTP layer's fusion, of tokens [B, K] and their states hidden [B,
+    K, H] -> [B, K, 2 * H].
 
     The first half is `rms_norm` by token_norm [H] of the tokens' rows of the embedding's table [V, H], the second that
-    of the states by hidden_norm [H].
+    of the states by hidden_norm [H]; the offset is that of both.
     """
-    return torch.cat(
-        (rms_norm(F.embedding(tokens, table), token_norm, eps)[0], rms_norm(hidden, hidden_norm, eps)[0]), -1
-    )
+    both = (F.embedding(tokens, table), token_norm), (hidden, hidden_norm)
+    return torch.cat([rms_norm(x, weight, eps, offset=offset)[0] for x, weight in both], -1)
 
 
 def frontier_input(
@@ -113,11 +118,12 @@ def frontier_input(
     token_norm: Tensor,
     hidden_norm: Tensor,
     eps: float,
+    offset: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`head_input` of the nodes that `next_frontier` makes of the first five -> [B, K, 2 * H], and the nodes' states
     [B, K, H] and ancestors [B, K, W]."""
     fed, states, ancestors = next_frontier(tokens, index, hidden, words, slot)
-    return head_input(fed, states, table, token_norm, hidden_norm, eps), states, ancestors
+    return head_input(fed, states, table, token_norm, hidden_norm, eps, offset), states, ancestors
 
 
 def tree_build(

@@ -457,7 +457,7 @@ CHECKS: tuple[Check, ...] = (
     Check("topk_expand", "20 children", expansion(2, 20)),
     Check("next_frontier", "two rows", frontier),
     Check("head_input", "two rows", head),
-    Check("frontier_input", "two rows", lambda draw: ((*frontier(draw)[0], *fed(draw)), {})),
+    Check("frontier_input", "two rows, an offset", lambda draw: ((*frontier(draw)[0], *fed(draw), 1.0), {})),
     Check("tree_build", "two levels", candidates),
     Check("draws", "two rows", numbers),
     Check("pick", "the likeliest", scores(3, drawn=False)),
