@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import fastspec
 from fastspec import distribution
 from fastspec.patches.assistants.heads import DISTRIBUTION, HEADS, PACKAGE
 
@@ -149,6 +150,11 @@ def test_the_command_for_an_extra_names_the_checkout(tmp_path: Path, monkeypatch
     monkeypatch.setattr(sys, "path", [])  # a folder that was copied, and nothing installed
     command = 'pip install -e ".[bench]", in a checkout of the project'
     assert distribution.install_command("bench", tmp_path / "fastspec") == command
+
+
+def test_the_citation_has_the_version_of_the_package() -> None:
+    told = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert told["version"] == fastspec.__version__ and told["license"] == "Apache-2.0"
 
 
 def checkout(folder: Path) -> Path:

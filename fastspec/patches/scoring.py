@@ -15,6 +15,7 @@ from fastspec.errors import Unsupported
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.generation.verify import TokenLogprob, top_logprobs
 from fastspec.patches.call.prompts import compact
+from fastspec.patches.call.refusals import refuse_ids
 from fastspec.patches.hf.compat import device_of, unwrapped
 from fastspec.patches.hf.factory import language_model
 from fastspec.patches.hf.modes import is_wrapped, mode_for
@@ -47,6 +48,7 @@ def log_probs(
     model, session = _session(model)
     if not temperature > 0:
         raise Unsupported(f"log_probs: temperature={temperature} must be above 0")
+    refuse_ids(model, {"input_ids": input_ids})
     device = device_of(model)
     keep = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     ids, keep = input_ids.to(device), keep.to(device).bool()

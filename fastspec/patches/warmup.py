@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fastspec.errors import Unsupported
+from fastspec.errors import Unsupported, check_whole
 from fastspec.generation.capture import padded_width
 from fastspec.generation.drafters.tree_sizes import TreeSizes
 from fastspec.generation.engine.round_program import EXTENT_BUCKET, rounded
@@ -139,10 +139,10 @@ def warmup(
     session = patched_session(model, "fastspec.patch(model) comes before fastspec.warmup(model)")
     if model.config.is_encoder_decoder:
         raise Unsupported(f"{type(model).__name__} is an encoder-decoder model: its first call warms it up")
-    if not rows or any(count < 1 for count in rows) or length < 1:
-        raise Unsupported(
-            f"rows={list(rows)} and length={length}: numbers of prompts and tokens from 1 on are accepted"
-        )
+    if not isinstance(rows, Sequence) or not rows:
+        raise Unsupported(f"warmup: rows={rows!r} must list the numbers of prompts at once, such as (1, 8)")
+    for count in rows:
+        check_whole("warmup", 1, rows=count, length=length)
     known = assistants_of(session)
     names = known if assistants is None else tuple(assistants)
     if unknown := set(names) - set(known):

@@ -80,5 +80,8 @@ def test_what_cannot_be_scored_is_refused() -> None:
         fastspec.log_probs(model, ids, torch.tensor([[1, 1, 0, 1, 1, 1]]))
     with fastspec.patched(model), pytest.raises(Unsupported, match="above 0"):
         fastspec.log_probs(model, ids, temperature=0.0)
+    for wrong in ("a text", ids[0], ids.float()):
+        with fastspec.patched(model), pytest.raises(Unsupported, match=r"pass whole numbers of shape \[rows, tokens\]"):
+            fastspec.log_probs(model, wrong)
     with fastspec.patched(tiny_seq2seq("t5")) as other, pytest.raises(Unsupported, match="tokens alone"):
         fastspec.log_probs(other, ids)

@@ -126,8 +126,15 @@ def test_what_cannot_be_warmed_up_is_refused():
     with pytest.raises(Unsupported, match="not patched"):
         fastspec.warmup(model)
     fastspec.patch(model)
-    with pytest.raises(Unsupported, match=r"rows=\[0\]"):
-        fastspec.warmup(model, rows=[0])
+    for wrong, message in (
+        ({"rows": [0]}, "rows must be a whole number of at least 1, not 0"),
+        ({"rows": ["2"]}, "not '2'"),
+        ({"length": 2.5}, "length must be a whole number"),
+        ({"rows": 3}, r"rows=3 must list .* \(1, 8\)"),
+        ({"rows": ()}, "must list"),
+    ):
+        with pytest.raises(Unsupported, match=message):
+            fastspec.warmup(model, **wrong)
     with pytest.raises(Unsupported, match=r"\['eagle3'\].*autoregressive, nasd"):
         fastspec.warmup(model, assistants=["eagle3"])
     with pytest.raises(Unsupported, match="encoder-decoder"):

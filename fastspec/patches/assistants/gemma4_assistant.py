@@ -24,7 +24,7 @@ from fastspec.generation.ops import Ops
 from fastspec.generation.target import Target
 from fastspec.kernels.attention.reference import Span
 from fastspec.kernels.drafting.reference import Candidates
-from fastspec.patches.assistants.heads import find_head
+from fastspec.patches.assistants.heads import find_head, is_hub_id
 from fastspec.patches.call.refusals import refuse_heads
 from fastspec.patches.hf.compat import device_of, dtype_of, is_shared_out
 from fastspec.patches.hf.config_fields import layer_shapes, table_rows
@@ -184,6 +184,8 @@ def _model_type(source: str | Path) -> Any:
     local = Path(source).expanduser()
     at = local / "config.json"
     if not local.exists():
+        if not is_hub_id(source):
+            raise CheckpointError(f"mtp={source} is no directory, and no hub id of the form owner/name")
         try:
             at = Path(hf_hub_download(str(source), "config.json"))
         except (OSError, ValueError) as error:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from fastspec.errors import CheckpointError, meant
+from fastspec.errors import CheckpointError, Unsupported, meant
 from fastspec.generation.heads.bound import BoundHead, Sizes, TargetParts, no_rows
 from fastspec.generation.heads.checkpoint import HeadCheckpoint
 from fastspec.generation.heads.files import Flag
@@ -82,12 +82,15 @@ def load_head(
     replace what the checkpoint says, and `own_embedding=False` takes the target's embedding; `probe_head` finds them.
     Warns of what the checkpoint leaves open, and of an adapter beside the head that the target does not have.
 
-    Raises CheckpointError for a source that cannot be found or read, and a head that does not fit the target.
+    Raises CheckpointError for a source that cannot be found or read, and a head that does not fit the target, and
+    Unsupported for a target that is no model.
 
     >>> head = load_head("smollm2-135m-instruct", model)                                     # doctest: +SKIP
     >>> read = probe_head("path/or/hub-id", model)[0].overrides()                            # doctest: +SKIP
     >>> head = load_head("path/or/hub-id", model, **read)                                    # doctest: +SKIP
     """
+    if not isinstance(target, nn.Module):
+        raise Unsupported(f"load_head reads a head for a model, not {target!r}: load the model first")
     reading = Reading(
         taps=taps,
         rope_theta=rope_theta,
@@ -142,6 +145,11 @@ def _no_head(source: object) -> str:
     return f"{given} is no head{within}: accepted are {SOURCES}"
 
 
+def is_hub_id(source: str | Path) -> bool:
+    """True for a text of the form owner/name."""
+    return isinstance(source, str) and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source) is not None
+
+
 def find_head(source: str | Path, *, revision: str | None = None) -> Path:
     """Directory of a head: one that exists, one of an installed package, or a hub repository's JSON and weights. Raises
     CheckpointError where there is none."""
@@ -157,10 +165,10 @@ def find_head(source: str | Path, *, revision: str | None = None) -> Path:
         return packaged
     shipped = f"{meant(str(source), HEADS)}heads that have a name: {', '.join(HEADS)}"
     shipped += "" if _folder() else f" ({INSTALL})"
-    if isinstance(source, Path) or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
+    if not is_hub_id(source):
         raise CheckpointError(f"{source} is no directory, and no hub id of the form owner/name; {shipped}")
     try:
-        return Path(snapshot_download(source, revision=revision, allow_patterns=PATTERNS, ignore_patterns=["*/*"]))
+        return Path(snapshot_download(str(source), revision=revision, allow_patterns=PATTERNS, ignore_patterns=["*/*"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
             f"{source} is no directory, and the hub does not give it ({first_line(error)}); {shipped}"

@@ -177,7 +177,13 @@ def _refuse_weights(model: Any) -> None:
 
 
 def refuse_ids(model: Any, given: dict[str, Any]) -> None:
-    """Refuse texts, lists and what a tokenizer returns as a whole in place of token ids."""
+    """Refuse texts, lists and a tokenizer's whole output in place of token ids, and a mask that is no batch."""
+    mask = given.get("attention_mask")
+    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() > 1):
+        raise Unsupported(
+            "attention_mask must be a tensor of shape [rows, tokens], as "
+            '**tokenizer(texts, return_tensors="pt") gives it'
+        )
     names = ["input_ids"] if model.main_input_name != "input_ids" else ["input_ids", "inputs"]
     for name in names:
         ids = given.get(name)

@@ -101,6 +101,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "one text without rows": ({"input_ids": PROMPT[0]}, r"torch.int64 of shape \(4,\)"),
     "numbers that are no ids": ({"input_ids": PROMPT.float()}, "input_ids is torch.float32"),
+    "mask as a list": (
+        {"attention_mask": [[1, 1, 1, 1]]},
+        r"attention_mask must be a tensor of shape \[rows, tokens\]",
+    ),
+    "mask without rows": ({"attention_mask": torch.ones(4, dtype=torch.long)}, "attention_mask must be a tensor"),
     "beam search": ({"num_beams": 2}, "num_beams=2"),
     "contrastive search": ({"penalty_alpha": 0.6, "top_k": 4}, r"penalty_alpha=0\.6"),
     "guidance": ({"guidance_scale": 1.5}, r"guidance_scale=1\.5"),
@@ -446,6 +451,11 @@ def test_an_open_batch_refuses_what_is_no_prompt(model: Any) -> None:
             with pytest.raises(fastspec.Unsupported, match=r"input_ids is a \w+: pass whole numbers"):
                 batch.submit(wrong, **GREEDY)
         assert torch.equal(batch.submit(PROMPT[0], **GREEDY).result(), expected)
+
+
+def test_a_head_is_read_for_a_model_and_not_for_its_name() -> None:
+    with pytest.raises(fastspec.Unsupported, match="reads a head for a model, not 'some/model': load the model first"):
+        fastspec.load_head("smollm2-135m-instruct", "some/model")  # type: ignore[arg-type]
 
 
 def test_a_mistyped_name_of_the_library_is_answered_with_the_right_one() -> None:
