@@ -96,6 +96,7 @@ def test_a_prompt_that_parts_from_what_was_kept(model: Any, assistant: Any, plac
     assert past_of(manager, 1, model, emitted) is None
 
 
+@pytest.mark.some("llama-nasd", "qwen2-autoregressive")
 @pytest.mark.each_value
 def test_what_was_moved_to_the_cpu_and_back_or_dropped(model: Any, assistant: Any) -> None:
     bytes_of = 2 * 3 * 2 * 16 * 4 * 41  # 30 tokens and 11 of 12 new ones

@@ -100,6 +100,7 @@ def scarce(credit: float, pause: int) -> Iterator[None]:
         yield
 
 
+@pytest.mark.some("1-1-4-0", "1-2-5-0", "1-1-3-1")
 @pytest.mark.parametrize("most, pause, limit, companions", [(1, 1, 4, 0), (2, 1, 5, 0), (1, 2, 5, 0), (1, 1, 3, 1)])
 @given(st.integers(0, 10**6), st.sampled_from(PROCESSES[1:]), st.sampled_from([0.0, 0.2, 0.5]))
 @examples(3)

@@ -143,6 +143,7 @@ def made() -> dict[str, tuple[Any, Any]]:
 CHAIN = Mtp(depth=3, top_k=1, total_tokens=4)
 
 
+@pytest.mark.some("half knowing", "a short window", "the likeliest centroids")
 @pytest.mark.each_value  # the shape of a tree and the number of rows do not hang on the weights
 @pytest.mark.parametrize("kind", ["random", "a short window", "the likeliest centroids", "half knowing"])
 @pytest.mark.parametrize(("assistant", "lengths"), [("mtp", (7,)), ("mtp", (3, 12, 1, 17)), (CHAIN, (3, 12, 1, 17))])

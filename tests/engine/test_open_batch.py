@@ -68,6 +68,7 @@ def settings_of(plain: Any, ids: list[Tensor]) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.some("Eagle3", "eagle", "nasd")
 @pytest.mark.each_value
 @pytest.mark.parametrize("kind, captured", [("random", False), ("bigram", True)])
 @pytest.mark.parametrize("assistant", ["autoregressive", TREE, "eagle", "nasd"], ids=str)

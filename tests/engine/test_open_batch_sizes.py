@@ -70,6 +70,7 @@ def test_no_size_is_captured_after_a_warm_up(device: str, rounds: int, monkeypat
     assert sum(drafted) > 1.5 * len(drafted)
 
 
+@pytest.mark.slow  # rows held to grammars, and sizes, find their graphs in tests of their own
 def test_rows_held_to_grammars_find_every_size_captured(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("llguidance")
     ran, taken = what_no_graph_served(monkeypatch), force_sizes(monkeypatch)

@@ -57,6 +57,7 @@ def tokens_of(text: str) -> list[int]:
     return found
 
 
+@pytest.mark.some("another")
 def test_prompts_come_as_texts_and_tokens_and_lists_of_them(plain: Any, server: Served) -> None:
     create = server.client().completions.create
     wanted = [alone(plain, prompt, 6)[0] for prompt in PROMPTS]
@@ -105,6 +106,7 @@ def test_n_answers_are_those_of_the_seeds_from_the_given_one_on(server: Served) 
     assert ended == {choice.index: choice.finish_reason for choice in chats.choices}
 
 
+@pytest.mark.each_value  # a batch of another process sends what one of this tells
 @pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities_of_completions_and_what_is_echoed(plain: Any, server: Served, stream: bool) -> None:
     create = server.client().completions.create
@@ -231,6 +233,7 @@ def test_samplers_are_fields(plain: Any, server: Served) -> None:
     assert create(**hot, extra_body={"top_k": -1}).choices[0].text != greedy
 
 
+@pytest.mark.some("this process")
 def test_drafts_are_counted_for_each_answer(server: Served) -> None:
     client = server.client()
     given = {"prompt": [words(random.Random(seed)) for seed in range(4)], "max_tokens": 30, **GREEDY}

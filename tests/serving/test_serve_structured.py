@@ -43,6 +43,7 @@ def asked(text: str = "ab", **more: Any) -> dict[str, Any]:
     return {"model": NAME, "messages": [{"role": "user", "content": text}], "max_tokens": 300, "temperature": 0} | more
 
 
+@pytest.mark.some("True")
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_schema_holds_whole_and_streamed(server: Served, sampled: bool) -> None:
     given = asked(response_format=FORMAT, temperature=0.8 if sampled else 0, seed=3)

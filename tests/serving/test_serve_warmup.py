@@ -134,7 +134,7 @@ def buffers_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.some("autoregressive", "bigram")
+@pytest.mark.some("bigram")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
 @pytest.mark.parametrize(
     ("assistant", "kind"), [("autoregressive", "random"), (TREE, "random"), (TREE, "bigram")], ids=str
@@ -165,7 +165,7 @@ def test_texts_behind_a_warm_up_find_everything_captured(
         assert not ran
 
 
-@pytest.mark.some("100", "Eagle3", "nasd")
+@pytest.mark.some("100", "Eagle3")  # n-grams in test_open_batch_warmup.py
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
 @pytest.mark.parametrize(
     ("assistant", "length"),

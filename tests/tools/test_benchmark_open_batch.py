@@ -12,6 +12,7 @@ import torch
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
+@pytest.mark.slow
 def test_every_number_of_clients_is_a_row_of_every_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -217,6 +217,7 @@ def test_a_server_that_ends_or_is_never_ready_is_told_with_its_own_words(serving
         serving.main(given)
 
 
+@pytest.mark.slow
 def test_servers_end_with_a_benchmark_that_is_told_to(files):
     script, prompts, pids = files
     start = (

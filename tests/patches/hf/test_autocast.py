@@ -119,6 +119,7 @@ def _halved(before: bool) -> Iterator[list[type]]:
         handle.remove()
 
 
+@pytest.mark.some("llama", "falcon")
 @pytest.mark.each_value
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "falcon"])

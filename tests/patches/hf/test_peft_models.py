@@ -65,6 +65,7 @@ def behind(adapted: Adapted, inputs: dict[str, torch.Tensor]) -> Any:
     return shallow_model().generate(inputs["input_ids"], attention_mask=mask, **{CACHE: adapted.held(rows)}, **OPTIONS)
 
 
+@pytest.mark.some("PREFIX_TUNING-lengths1", "PROMPT_TUNING", "P_TUNING")
 @pytest.mark.each_value
 @pytest.mark.parametrize("assistant", ["autoregressive", "nasd", TREE], ids=str)
 @pytest.mark.parametrize(
