@@ -14,7 +14,7 @@ from helpers.generate import bigram, same, stats
 from helpers.models import tiny_model
 
 import fastspec
-from fastspec.generation.drafters import nasd, policy
+from fastspec.generation.drafters import nasd, policy, timed_drafts
 from fastspec.generation.drafters.nasd import NasdDrafter, grow, spread, storage_of
 from fastspec.generation.drafters.policy import COSTS, MeasuredCosts
 from fastspec.generation.engine import batching
@@ -331,6 +331,7 @@ def slowdown(drafter: NasdDrafter, host: Host, accepted: Sequence[int], rounds: 
             tokens += 1
         else:
             tree = drafter.propose(0)
+            drafter.work()
             gained = min(next(pattern), tree.max_path - 1)
             host.seconds += 0.0039
             drafter.update([[1, gained, *(next(following) for _ in range(gained + 1))]] * rows, gained + 1)
@@ -354,11 +355,11 @@ def test_drafts_of_timed_rounds_go_on_where_they_pay(dear, monkeypatch):
     drafter = drafter_of(8, [*range(3, 11)] * 8)
     drafter.timed = True
     assert slowdown(drafter, host, (4, 6, 5)) < 0.6
-    assert drafter.price(drafter.size) == pytest.approx(1.6, rel=0.02) and drafter.prices[drafter.size] < 1
+    assert drafter.by_clock.price(drafter.size) == pytest.approx(1.6, rel=0.02) and drafter.prices[drafter.size] < 1
     drafter.move_row(0, drafter_of(8, [3, 4]), 0, 1)  # a prompt joins, in some time
     host.seconds += 9.0
     drafter.catch_up(torch.full((8, 1), 3), [1] * 8)
-    assert max(map(max, drafter.times.spent.values())) < 4
+    assert max(map(max, drafter.by_clock.times.spent.values())) < 4
 
 
 def drafted(drafter: NasdDrafter, host: Host, texts: Sequence[Sequence[int]]) -> list[int]:
@@ -398,10 +399,10 @@ def test_rounds_whose_tokens_the_host_chooses_have_times_of_their_own(dear):
     drafter = drafter_of(8, [3, 4, 5])
     size = max(drafter.costs)
     for kind, spent in {1: 1.5, size: 3.9, ~1: 2.5, ~size: 10.0}.items():
-        drafter.times.spent[kind] = policy.deque([spent] * 5)
-    assert drafter.price(size) == pytest.approx(1.6)
-    drafter.hosted = True
-    assert drafter.price(size) == pytest.approx(3.0)
+        drafter.by_clock.times.spent[kind] = policy.deque([spent] * 5)
+    assert drafter.by_clock.price(size) == pytest.approx(1.6)
+    drafter.by_clock.hosted = True
+    assert drafter.by_clock.price(size) == pytest.approx(3.0)
 
 
 def test_what_a_capture_takes_is_no_time_of_a_round(dear, monkeypatch):
@@ -410,17 +411,17 @@ def test_what_a_capture_takes_is_no_time_of_a_round(dear, monkeypatch):
     drafter = drafter_of(1, [1, 2])
     drafter.timed = True
     drafted(drafter, host, [[*range(3, 20)]])
-    spent = len(drafter.times.spent[1])
-    monkeypatch.setattr(nasd.SPENT, "captures", nasd.SPENT.captures + 1.0)
+    spent = len(drafter.by_clock.times.spent[1])
+    monkeypatch.setattr(timed_drafts.SPENT, "captures", timed_drafts.SPENT.captures + 1.0)
     told(drafter, 30)
-    assert len(drafter.times.spent[1]) == spent < nasd.SEEN + 10
+    assert len(drafter.by_clock.times.spent[1]) == spent < timed_drafts.SEEN + 10
     told(drafter, 31)
-    assert max(drafter.times.spent[1]) < 1.6
+    assert max(drafter.by_clock.times.spent[1]) < 1.6
 
 
 def test_an_open_batch_that_does_not_draft_has_the_rounds_of_plain_decoding_in_flight(dear, monkeypatch):
     stand_in(monkeypatch)
-    monkeypatch.setattr(NasdDrafter, "_pays", lambda self, following=False: 0.0)
+    monkeypatch.setattr(timed_drafts.TimedDrafts, "pays", lambda self, going, following=False: 0.0)
     launched, launch = [], WholeGraph.launch
     monkeypatch.setattr(WholeGraph, "launch", lambda *given: (launched.append(True), launch(*given))[1])
     plain, model = tiny_model(seed=3), fastspec.patch(tiny_model(seed=3))
@@ -456,4 +457,4 @@ def test_rounds_are_timed_where_roundings_follow_the_load(dear, monkeypatch, nar
         wanted = plain.generate(ids, attention_mask=torch.ones_like(ids), **asked)
         assert all(future.result().equal(wanted) for future in futures)
         drafter = batch._widths.current.engine.drafter
-        assert drafter.timed == narrows and bool(drafter.times.spent) == narrows
+        assert drafter.timed == narrows and bool(drafter.by_clock.times.spent) == narrows

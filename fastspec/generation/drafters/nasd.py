@@ -24,18 +24,10 @@ from torch import Tensor
 
 from fastspec.config import Cursor, Nasd, Storage
 from fastspec.errors import FastSpecError, Unsupported
-from fastspec.generation.capture import SPENT
 from fastspec.generation.drafters.base import Decoding, Drafter, HostDrafter, Process
 from fastspec.generation.drafters.ngram_storage import NgramStorage, SuffixStorage
-from fastspec.generation.drafters.policy import (
-    COSTS,
-    LEAST_TIMES,
-    SMOLLM2_BYTES,
-    DraftBudget,
-    MeasuredCosts,
-    RoundTimes,
-)
-from fastspec.generation.drafters.recurrence import Recurrence
+from fastspec.generation.drafters.policy import COSTS, SMOLLM2_BYTES, DraftBudget, MeasuredCosts
+from fastspec.generation.drafters.timed_drafts import IN_VAIN, MARGIN, RESTS, TimedDrafts
 from fastspec.generation.ops import Ops
 from fastspec.generation.tree import TokenTree, Verdict
 
@@ -160,32 +152,12 @@ LAG = 16
 BEYOND = 32
 """Tokens of a row's text at most that are no part of a prompt which begins like it, for its counts to be taken over:
 the last token, and what a round emitted behind an answer's limit. A text of which more is left is another one."""
-MARGIN = 1.1
-"""Tokens per cost that drafts have to promise, over those of a round without, where look-ups are dear."""
 SPARSE = 1.3
 """Cost of a tree, over that of a smaller one, for which both are captured."""
 UNTRIED = 1.5
 """Drafts that count as promised and accepted before any were."""
-IN_VAIN = 0
-"""Kind of a round without drafts that waited for a look-up, among `RoundTimes`; others are known by their nodes."""
-SEEN, UNSEEN = LEAST_TIMES + 2, 512
-"""Rounds without drafts that are run for their time, after so many with drafts, and at the start."""
 KEPT = 0.99
 """Weight that what was promised and accepted keeps with every further round: the text may repeat more later."""
-SHARE, SAVED = 0.01, 4.0
-"""Target passes that every timed round without drafts adds to what drafts may lose, and how many these are at most."""
-BEGINS = 1.3
-"""Tokens over cost that drafts have to promise for timed rounds without any to end."""
-SLACK = 1.0
-"""Target passes at the most that a timed round is taken to cost beyond what is known: others may hold it up."""
-RESTS = 2
-"""Timed rounds without drafts at the least: the second is launched before the first is read."""
-WATCHED = 8
-"""Rows at the most of which every token is held against what their storages have next."""
-LEAST_HOPE = 0.1
-"""Drafts of a row that have to be expected for prices to be looked at."""
-LEAST_TRIED = 2
-"""Rounds with drafts of a size before their time is known."""
 
 
 class NasdDrafter(HostDrafter):
@@ -197,8 +169,9 @@ class NasdDrafter(HostDrafter):
 
     A round whose drafts come from the host waits for the host. Where this costs much, a round for which no row knows
     enough is one without drafts, and so are the next ones, more of them with each look-up in vain, and many where what
-    was accepted does not pay. Their tokens are counted without the target's likeliest ones beside them. Tokens are
-    counted while the device is busy then (`work`), those of the shortest backlogs first.
+    was accepted does not pay; where a clock may decide, `TimedDrafts` does. Their tokens are counted without the
+    target's likeliest ones beside them. Tokens are counted while the device is busy then (`work`), those of the
+    shortest backlogs first.
     """
 
     observes_roots = True
@@ -234,10 +207,8 @@ class NasdDrafter(HostDrafter):
         if measured is not None and len(self.costs) > 1:
             self.measured = measured.setdefault((rows, self.nodes), MeasuredCosts(self.costs))
             self.costs = self.measured.costs()
-        self.times, self.kind = RoundTimes(), 0
-        """Times of rounds, where they are `timed`, and the kind of the last one: its nodes, or IN_VAIN."""
-        self.unseen = 0
-        """Rounds with drafts that may come before the time of those without is taken again."""
+        self.by_clock = TimedDrafts(self.costs, self.prices, self.look, rows, config.gamma)
+        """Decides on drafts where rounds are `clocked`."""
         self.began = 0.0
         """Second in which the last tree was asked for."""
         self.least = cost.node * rows / plain
@@ -260,22 +231,16 @@ class NasdDrafter(HostDrafter):
         self.roots, self.active = [0] * len(storages), [True] * len(storages)
         self.heard = [0] * len(storages)
         """Tokens of each row's text, those in `unread` included."""
-        self.recurrence, self.left = Recurrence(len(storages), config.gamma), GRANTED
-        """What drafts would bring, and target passes that they may lose, where rounds are `clocked`."""
-        self.watched = range(0, rows, -(-rows // WATCHED))
-        """Rows that stand for all of them in this."""
-        self.waits, self.made = False, 0.0
-        """True where the next round without drafts has waited for the host; seconds that captures took before it."""
 
     def hint(self, texts: Sequence[Sequence[int]]) -> None:
         for storage, text in zip(self.storages, texts, strict=True):
             self._feed(storage, storage.start(), [(token, ()) for token in text])
 
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
-        self.times.leave()
+        self.by_clock.times.leave()
         self.roots = root.tolist()
         for row, (text, real) in enumerate(zip(ids.tolist(), counts.tolist(), strict=True)):
-            self.recurrence.begin(row)
+            self.by_clock.recurrence.begin(row)
             self._hear(row, [(token, ()) for token in (*text[:real], self.roots[row])])
         self._heard()
 
@@ -306,16 +271,13 @@ class NasdDrafter(HostDrafter):
 
     def move_row(self, row: int, other: Drafter, source: int, count: int) -> None:
         assert isinstance(other, NasdDrafter)
-        self.times.leave()
+        self.by_clock.times.leave()
         if not isinstance(self.config.storage, str):  # the answer that was there is over, and others read its counts
             self._feed(self.storages[row], self.cursors[row], [*self.unread[row]])
         self.storages[row], self.cursors[row] = other.storages[source], other.cursors[source]
         self.roots[row], self.active[row] = other.roots[source], other.active[source]
         self.unread[row], self.heard[row] = deque(other.unread[source]), other.heard[source]
-        if other.clocked:
-            self.recurrence.move(row, other.recurrence, source)
-        else:
-            self.recurrence.begin(row)
+        self.by_clock.recurrence.move(row, other.by_clock.recurrence, source)
         self._heard()
 
     @property
@@ -328,73 +290,10 @@ class NasdDrafter(HostDrafter):
         """True where the times of rounds decide on drafts."""
         return self.timed and self.dear and not self.tries
 
-    def _spent(self, kind: int) -> float | None:
-        """Milliseconds of a round of this kind, as measured where tokens are chosen as in the last one."""
-        return self.times.ms(~kind if self.hosted else kind, LEAST_TRIED if kind > 1 else LEAST_TIMES)
-
-    def _ms(self, size: int) -> float | None:
-        """Milliseconds of a round with a tree of so many nodes, as measured; a size that has not run takes as much more
-        than its estimate as the nearest that has. None before any has."""
-        known = [each for each in self.costs if each > 1 and self._spent(each) is not None]
-        if not known:
-            return None
-        near = min(known, key=lambda each: abs(each - size))
-        spent = self._spent(near)
-        return None if spent is None else spent * self.costs[size] / self.costs[near]
-
-    def price(self, size: int) -> float:
-        """Target passes that a round of this size (0: one that looked up in vain) costs more than a plain one."""
-        plain, spent = self._spent(1), self._ms(size) if size else self._spent(IN_VAIN)
-        if plain is None or spent is None:
-            return self.prices[size] if size else self.look
-        return max(0.0, spent / plain - 1)
-
-    def current_costs(self) -> dict[int, float]:
-        """Costs of rounds by their nodes, behind a look-up: as estimated, or as measured where rounds are `timed`."""
-        found = {size: spent for size in self.costs if (spent := self._ms(size)) is not None}
-        if (vain := self._spent(IN_VAIN)) is not None and found:
-            found[1] = vain / MARGIN
-        return found or self.costs
-
-    def _ran(self, kind: int, gained: float = 0.0) -> None:
-        """A round of this kind has ended, whose drafts have saved its rows so many passes."""
-        if self.clocked:
-            made, self.made = self.made, SPENT.first_runs + SPENT.captures
-            waited = kind == 1 and self.waits
-            said = None if waited or made != self.made else ~kind if self.hosted else kind
-            spent, plain = self.times.take(said), self._spent(1)
-            if kind == 1 and not waited:
-                self.left += SHARE
-            else:
-                known = self.price(kind if kind > 1 else IN_VAIN)
-                if spent is not None and plain is not None and made == self.made:
-                    known = min(max(0.0, spent / plain - 1), known + SLACK)
-                self.left += gained - known
-            self.left, self.waits = min(self.left, SAVED), False
-        self.kind = kind
-
-    def _pays(self, following: bool = False) -> float:
-        """Tokens over cost that drafts are expected to bring now, or in the round after the next one without any; those
-        of a round without are 1."""
-        going = [row for row in self.watched if self.active[row]]
-        hopes = [hope for row in going if (hope := self.recurrence.of(row, following)) and self._knows(row)]
-        if sum(hopes) <= LEAST_HOPE * len(going):
-            return 1.0
-        share = self.recurrence.fairness(going) / len(going)
-        sizes = [size for size in self.costs if size > 1]
-        return max(
-            (1 + share * sum([min(hope, size - 1) for hope in hopes])) / (1 + self.price(size)) for size in sizes
-        )
-
     def _foretell(self, row: int, tokens: Sequence[int]) -> None:
-        """Learn from tokens of a row whether they were those that its storage has next."""
-        if not self.clocked or row not in self.watched:
-            return
-        storage = self.storages[row]
-        if self.recurrence.cursors[row] is not None:
-            self.recurrence.hear(row, storage, tokens)
-        elif len(self.unread[row]) <= LAG:
-            self.recurrence.stand(row, storage, self._place(row))
+        """Learn from new tokens of a row whether they were those that its storage has next."""
+        if self.clocked and not self.by_clock.hear(row, self.storages[row], tokens) and len(self.unread[row]) <= LAG:
+            self.by_clock.recurrence.stand(row, self.storages[row], self._place(row))
 
     def _place(self, row: int) -> Cursor:
         """Place of a row after its last token."""
@@ -451,33 +350,28 @@ class NasdDrafter(HostDrafter):
         if not any(self._knows(row) for row in range(len(self.storages))):
             assert self.quota is not None
             return max(1, sum(map(len, self.unread)) // self.quota)
-        look = self.price(IN_VAIN)
-        self.budget.judge(0.0, look)
-        self.budget.rounds = self._rest(look)
+        self.budget.judge(0.0, self.look)
+        self.budget.rounds = self._rest(self.look)
         self.fruitless += 1
-        self.vain = True
         return min(self.fruitless, self.budget.rounds)
 
     def _timed_pause(self) -> int:
-        self.waits = True
-        if self.unseen <= 0:
-            self.unseen = UNSEEN
-            return SEEN
-        if self.left > 0 and self._pays() > 1:
-            self._look_up()
-            if self.size > 1:
-                return 0
-            self.vain = True
-        return RESTS
+        rests = self.by_clock.rests(self.active)
+        if rests:
+            return rests
+        self._look_up()
+        self.vain = self.size == 1
+        return RESTS if self.vain else 0
 
     def rests_on(self) -> bool:
-        return self.clocked and (self.left <= 0 or self._pays(following=True) < BEGINS)
+        return self.clocked and self.by_clock.rests_on(self.active)
 
     def _knows(self, row: int) -> bool:
         return self.active[row] and len(self.unread[row]) <= LAG
 
     def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:
-        self._ran(IN_VAIN if self.vain else 1)
+        if self.clocked:
+            self.by_clock.ran(IN_VAIN if self.vain else 1, self.hosted)
         self.vain = False
         for row, (emitted, count) in enumerate(zip(tokens.tolist(), counts, strict=True)):
             self._hear(row, [(token, ()) for token in emitted[:count]])
@@ -502,7 +396,8 @@ class NasdDrafter(HostDrafter):
         if self.tries:
             self.size = sorted(self.costs)[self.tried - 1]
         else:
-            self.size = best_size(growths, self.current_costs(), self.trust)
+            costs = self.by_clock.behind_look_up() if self.clocked else self.costs
+            self.size = best_size(growths, costs, self.trust)
         return growths
 
     def propose(self, extent: int) -> TokenTree:
@@ -526,15 +421,13 @@ class NasdDrafter(HostDrafter):
 
     def update(self, digest: list[list[int]], steps: int) -> None:
         """Count the emitted tokens of the active rows up to their end tokens, and the target's likeliest ones."""
-        self.unseen -= 1
         gains = {row: accepted for row, (goes_on, accepted, *_) in enumerate(digest) if goes_on}
-        gain = sum(gains.values()) / max(1, len(gains))
-        watched = [row for row in gains if row in self.watched]
-        self._ran(self.size, gain * self.recurrence.fairness(watched) if watched and self.clocked else gain)
+        if self.clocked:
+            self.by_clock.ran(self.size, self.hosted, gains)
         if gains and not self.tries:  # what a try accepts says nothing of a text
             if not self.clocked:
-                price = self.price(self.size)
-                self.budget.judge(gain, price)
+                price = self.prices[self.size]
+                self.budget.judge(sum(gains.values()) / len(gains), price)
                 self.budget.rounds = self._rest(price)
                 self.fruitless = 0
             self.promised = KEPT * self.promised + self.hoped

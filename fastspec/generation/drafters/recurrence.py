@@ -44,7 +44,10 @@ class Recurrence:
         self.cursors[row], self.guesses[row], self.streaks[row] = None, None, 0
 
     def move(self, row: int, other: Recurrence, source: int) -> None:
-        """A row goes on with that of another batch."""
+        """A row goes on with that of another batch, if its place is known."""
+        if other.cursors[source] is None:
+            self.begin(row)
+            return
         self.cursors[row], self.guesses[row] = other.cursors[source], other.guesses[source]
         self.streaks[row], self.luck[row] = other.streaks[source], other.luck[source]
 

@@ -1,0 +1,137 @@
+"""Drafts of n-grams by the clock: which rounds of an open batch have some.
+
+A round whose drafts come from the host waits for it, in all rows, and all rows score as many nodes. So there are drafts
+only where all rows together save more than that takes, as it was measured; the others are the rounds of plain decoding,
+each of which is launched before the one in front of it is read. Meanwhile every token says what drafts would have
+brought (`Recurrence`), so that nothing is tried in vain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastspec.config import Storage
+from fastspec.generation.capture import SPENT
+from fastspec.generation.drafters.policy import LEAST_TIMES, RoundTimes
+from fastspec.generation.drafters.recurrence import Recurrence
+
+IN_VAIN = 0
+"""Kind of a round without drafts that waited for a look-up, among `RoundTimes`; others are known by their nodes."""
+SEEN, UNSEEN = LEAST_TIMES + 2, 512
+"""Rounds without drafts that are run for their time, after so many with drafts, and at the start."""
+LEAST_TRIED = 2
+"""Rounds with drafts of a size before their time is known."""
+RESTS = 2
+"""Rounds without drafts at the least: the second is launched before the first is read."""
+GRANTED, SHARE, SAVED = 1.0, 0.01, 4.0
+"""Target passes that drafts may lose at the start, those that every round without adds, and how many there are at most.
+"""
+SLACK = 1.0
+"""Target passes at the most that a round is taken to cost beyond what is known of its kind: others may hold it up."""
+BEGINS = 1.3
+"""Tokens over cost that drafts have to promise for rounds without any to end."""
+LEAST_HOPE = 0.1
+"""Drafts of a row that have to be expected for prices to be looked at."""
+WATCHED = 8
+"""Rows at the most whose every token is held against what their storages have next; they stand for all."""
+MARGIN = 1.1
+"""Tokens per cost that drafts have to promise, over those of a round without that has waited for a look-up."""
+
+
+class TimedDrafts:
+    """Prices of rounds by their nodes, as measured, and what drafts may still lose.
+
+    `costs` has those that are estimated, of the sizes of trees and of 1, and `prices` by how many target passes each is
+    more than a plain round; `look` is that of a look-up in vain. `most` is the longest draft.
+    """
+
+    def __init__(self, costs: dict[int, float], prices: dict[int, float], look: float, rows: int, most: int) -> None:
+        self.costs, self.prices, self.look = costs, prices, look
+        self.sizes = [size for size in costs if size > 1]
+        self.times, self.recurrence = RoundTimes(), Recurrence(rows, most)
+        self.watched = range(0, rows, -(-rows // WATCHED))
+        self.left, self.unseen = GRANTED, 0
+        """Target passes that drafts may lose, and rounds with drafts before the time of those without is taken anew."""
+        self.hosted = False
+        """True where the host had a part in choosing the last round's tokens, which takes longer."""
+        self.waits, self.made = False, 0.0
+        """True where the next round has waited for the host, and the seconds that captures took before it."""
+
+    def spent(self, kind: int) -> float | None:
+        """Milliseconds of a round of this kind; None where too few have run."""
+        return self.times.ms(~kind if self.hosted else kind, LEAST_TRIED if kind > 1 else LEAST_TIMES)
+
+    def ms(self, size: int) -> float | None:
+        """Milliseconds of a round with a tree of so many nodes; a size that has not run takes as much more than its
+        estimate as the nearest that has. None before any has."""
+        known = {each: spent for each in self.sizes if (spent := self.spent(each)) is not None}
+        if not known:
+            return None
+        near = min(known, key=lambda each: abs(each - size))
+        return known[near] * self.costs[size] / self.costs[near]
+
+    def price(self, kind: int) -> float:
+        """Target passes that a round of this kind costs more than a plain one, as estimated before both have run."""
+        plain, spent = self.spent(1), self.spent(IN_VAIN) if kind == IN_VAIN else self.ms(kind)
+        if plain is None or spent is None:
+            return self.look if kind == IN_VAIN else self.prices[kind]
+        return max(0.0, spent / plain - 1)
+
+    def behind_look_up(self) -> dict[int, float]:
+        """Costs of rounds by their nodes, once all rows were looked up."""
+        found = {size: spent for size in self.costs if (spent := self.ms(size)) is not None}
+        if found and (vain := self.spent(IN_VAIN)) is not None:
+            found[1] = vain / MARGIN
+        return found or self.costs
+
+    def ran(self, kind: int, hosted: bool, gains: dict[int, int] | None = None) -> None:
+        """A round of this kind has ended, in which rows have accepted so many drafts."""
+        self.hosted = hosted
+        made, self.made = self.made, SPENT.first_runs + SPENT.captures
+        waited, self.waits = kind == 1 and self.waits, False
+        told = None if waited or made != self.made else ~kind if hosted else kind
+        spent, plain = self.times.take(told), self.spent(1)
+        self.unseen -= kind > 1
+        if kind == 1 and not waited:
+            self.left = min(SAVED, self.left + SHARE)
+            return
+        cost = self.price(kind if kind > 1 else IN_VAIN)
+        if spent is not None and plain is not None and made == self.made:
+            cost = min(max(0.0, spent / plain - 1), cost + SLACK)
+        gained = 0.0
+        if gains:
+            watched = [row for row in self.watched if row in gains]
+            gained = sum(gains.values()) / len(gains) * (self.recurrence.fairness(watched) if watched else 1.0)
+        self.left = min(SAVED, self.left + gained - cost)
+
+    def rests(self, going: Sequence[bool]) -> int:
+        """Rounds without drafts that come next, where rows go on or not; 0: there may be drafts."""
+        self.waits = True
+        if self.unseen <= 0:
+            self.unseen = UNSEEN
+            return SEEN
+        return 0 if self.left > 0 and self.pays(going) > 1 else RESTS
+
+    def rests_on(self, going: Sequence[bool]) -> bool:
+        """True where the round after the next one, which has none either, has no drafts."""
+        return self.left <= 0 or self.pays(going, following=True) < BEGINS
+
+    def pays(self, going: Sequence[bool], following: bool = False) -> float:
+        """Tokens over cost that drafts are expected to bring now, or in the round after the next one without any; those
+        of a round without are 1."""
+        rows = [row for row in self.watched if going[row]]
+        hopes = [hope for row in rows if (hope := self.recurrence.of(row, following))]
+        if sum(hopes) <= LEAST_HOPE * len(rows):
+            return 1.0
+        share = self.recurrence.fairness(rows) / len(rows)
+        promised = {size: 1 + share * sum([min(hope, size - 1) for hope in hopes]) for size in self.sizes}
+        return max(tokens / (1 + self.price(size)) for size, tokens in promised.items())
+
+    def hear(self, row: int, storage: Storage, tokens: Sequence[int]) -> bool:
+        """Take a row's new tokens -> False where its place is not known, and is asked for."""
+        if row not in self.watched:
+            return True
+        if self.recurrence.cursors[row] is None:
+            return False
+        self.recurrence.hear(row, storage, tokens)
+        return True
