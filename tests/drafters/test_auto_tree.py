@@ -25,6 +25,7 @@ from fastspec import Eagle1, Eagle2, Eagle3, Mtp
 from fastspec.default_trees import BATCH_TREES, CPP_TREE, DEFAULT_TREES, MOST_NODES, MOST_STEPS, TREE_STEPS, sampled
 from fastspec.errors import Unsupported
 from fastspec.generation import sequence_state
+from fastspec.generation.capture import SPENT
 from fastspec.generation.drafters.base import Drafter
 from fastspec.generation.drafters.dynamic_tree import trees_of
 from fastspec.generation.drafters.head_drafter import RestingDrafter
@@ -326,6 +327,33 @@ def test_a_head_reads_it_while_rounds_go_on(forced, monkeypatch, lengths):
         flying = [rounds for rounds, in_flight in read if in_flight]
         assert len(flying) > 3 and len(read) - len(flying) < 2 and max(rounds for rounds, _ in read) in (6, 7)
         assert sum(rounds for rounds, _ in read) < 150 - (order == (0,))
+
+
+def test_a_round_in_which_a_reading_is_captured_says_nothing_of_times(forced, monkeypatch):
+    stand_in(monkeypatch)
+    counted: list[float | None] = []
+    reading: list[int] = []
+    hand_over = RestingDrafter.hand_over
+
+    def captures(self: RestingDrafter, rounds: int) -> None:
+        reading.append(rounds)
+        SPENT.captures += 1.0
+        hand_over(self, rounds)
+
+    monkeypatch.setattr(RestingDrafter, "hand_over", captures)
+    model = bigram()
+    patched = fastspec.patch(model, eagle3=seer(model))
+    forced((0, 0, 0, 4))
+    count = TreeSizes.count
+
+    def watched(self: TreeSizes, size: int, accepted: list[int], ms: float | None, *more: Any, **others: Any) -> None:
+        (counted if reading else []).append(ms)
+        reading.clear()
+        count(self, size, accepted, ms, *more, **others)
+
+    monkeypatch.setattr(TreeSizes, "count", watched)
+    patched.generate(**prompts(9), assistant=Eagle3(total_tokens="auto"), max_new_tokens=60, eos_token_id=NEVER)
+    assert counted and not any(counted)
 
 
 @pytest.mark.parametrize("captured", [False, True])

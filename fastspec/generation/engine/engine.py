@@ -211,9 +211,9 @@ class Engine(Generic[TargetT]):
         chosen = self.pinned is None and not self.rests
         stays = size == self.size and (sizes.goes_on or not chosen)
         tries_next = self.in_flight and chosen and sizes.tries_next  # its reading is launched while a round runs
-        if self.size or tries_next or self.kept + self.in_flight > self.resting.backlog - 2:
-            self._hand_over()  # part of what the next round takes
         made = SPENT.first_runs + SPENT.captures
+        if self.size or tries_next or self.kept + self.in_flight > self.resting.backlog - 2:
+            self._hand_over()  # part of what the next round takes, but for what is captured in it
         emitted = self._step(self._of_size(sizes, self.size), longest, stats, verifier, asynchronous and stays)
         now, made = time.perf_counter(), SPENT.first_runs + SPENT.captures - made
         self.kept += not self.size
