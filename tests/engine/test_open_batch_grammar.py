@@ -13,6 +13,8 @@ from helpers.open import alone, texts, told
 
 import fastspec
 from fastspec.generation.constraint import Masks
+from fastspec.generation.drafters import nasd
+from fastspec.generation.drafters.timed_drafts import TimedDrafts
 from fastspec.generation.engine.schedule import FedGraph, Schedule, SplitGraph
 
 pytest.importorskip("llguidance")
@@ -160,3 +162,24 @@ def test_what_a_grammar_raises_ends_its_prompt_alone(monkeypatch: pytest.MonkeyP
         with pytest.raises(fastspec.Unsupported, match="cannot be followed any further"):
             bad.result(30)
         assert told([good]) == [alone(plain, prompts[1], 9, eos_token_id=END)]
+
+
+def test_n_grams_hear_whether_the_host_has_a_part_in_choosing_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds beside a grammar have times of their own."""
+    stand_in(monkeypatch)
+    monkeypatch.setitem(nasd.COSTS, "cpu", nasd.COSTS["cuda"])
+    heard, ran = list[bool](), TimedDrafts.ran
+
+    def told_of(drafts: TimedDrafts, kind: int, hosted: bool, *gains: Any) -> None:
+        heard.append(hosted)
+        ran(drafts, kind, hosted, *gains)
+
+    monkeypatch.setattr(TimedDrafts, "ran", told_of)
+    with (
+        fastspec.patched(model := terse()),
+        fastspec.continuous(model, "nasd", rows=1, max_length=64) as batch,
+    ):
+        for number, hosted in ((0, False), (1, True), (0, False)):
+            heard.clear()
+            batch.submit(texts(5)[0], **asked(number)).result(60)
+            assert heard and set(heard) == {hosted}
