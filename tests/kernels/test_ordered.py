@@ -337,7 +337,7 @@ def test_a_tokens_experts_give_the_same_bits_beside_any_tokens(device, kind, tra
     [
         ("swiglu", (128, 2048, 768), False),
         ("swiglu", (8, 1024, 3584), False),
-        ("swiglu", (4, 65, 33), False),
+        ("swiglu", (4, 72, 40), False),
         ("gpt-oss", (32, 2880, 720), True),
         ("llama4", (16, 1024, 2048), True),
     ],

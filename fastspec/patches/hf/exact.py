@@ -22,6 +22,9 @@ from fastspec.patches.hf.parallel import Reduced
 HINT = "leave out exact=True"
 ASK = "patch(model, exact=True) asks for it"
 PRODUCTS = Linears, StoredLinears, Reduced
+ALIGNED = 8
+"""Number that divides the depths of experts that are held to bits: of 65 and 33 channels, float16 had other bits in
+tiles of other heights on an H200."""
 WIDE = 1536
 """Hidden size from which models are held to bits by themselves: a token or a round of one row takes up to 7 % longer on
 an H200 (exact_rounds_h200.jsonl), and more in narrower layers."""
@@ -140,6 +143,8 @@ def _others(layer: LayerParts) -> Iterator[str]:
     dense = isinstance(mlp, Gated) and isinstance(mlp.out, PRODUCTS)
     if not dense and not isinstance(mlp, RoutedExperts):
         yield "a feed-forward that runs by a module of its own"
+    elif isinstance(mlp, RoutedExperts) and any(depth % ALIGNED for depth in mlp.depths):
+        yield f"experts of {' and '.join(map(str, mlp.depths))} channels, which are no multiples of {ALIGNED}"
     norms = layer.input_norm, layer.mlp_norm, layer.mixer_out_norm, layer.mlp_out_norm
     if any(norm is not None and not isinstance(norm, RmsNorm) for norm in norms):
         yield "norms of its own"

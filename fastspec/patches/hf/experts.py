@@ -42,6 +42,8 @@ class RoutedExperts:
     shared: Product | None
     opening: Linear | None
     group: dist.ProcessGroup | None
+    depths: tuple[int, ...] = ()
+    """What the products of dense experts add up in this process: the hidden size and the expert size."""
 
     def __call__(self, x: Tensor) -> Summed:
         flat = x.flatten(0, 1)
@@ -73,7 +75,12 @@ def mixture_of(row: Mixture, mlp: Any, ops: Ops) -> RoutedExperts:
     def run(flat: Tensor, *chosen: Tensor, **beside: Tensor | None) -> Tensor:
         return compute(flat, *weights(), *chosen, kind, **biases, **beside)
 
-    return RoutedExperts(ops, logits, lambda found: ops.route(found, routing, correction), run, shared, opening, group)
+    depths = () if stored else tuple(each.shape[2] for each in weights())
+
+    def route(found: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.route(found, routing, correction)
+
+    return RoutedExperts(ops, logits, route, run, shared, opening, group, depths)
 
 
 def _weights(held: Any) -> tuple[Tensor, Tensor, dist.ProcessGroup | None]:

@@ -62,6 +62,12 @@ def test_other_parts_of_a_layer_are_refused_by_name(kind: str, what: str) -> Non
         refuse_parts(model, layers_of(model))
 
 
+def test_experts_of_odd_sizes_are_refused_by_name() -> None:
+    model = tiny_model("mixtral", **SHALLOW, intermediate_size=36)
+    with pytest.raises(Unsupported, match=r"layer 0 of MixtralForCausalLM has experts of \d+ and 36 channels"):
+        refuse_parts(model, layers_of(model, WITH_EXPERTS))
+
+
 def test_other_kernels_and_dtypes_are_refused_by_name() -> None:
     kernels = replace(TORCH, name="triton")
     for dtype in (torch.bfloat16, torch.float16):
