@@ -131,6 +131,13 @@ def test_figures_of_times_are_those_of_their_rows() -> None:
     ]
     held("assistants.md", "takes {:.2f} ms with it instead of {:.2f}, of a 4B shape {:.2f} instead of".format(*rounds))
     held("assistants.md", "{3:.2f}, and of a 1.5B shape {4:.2f} instead of {5:.2f}".format(*rounds))
+    told = {"qwen3.5-9b": "takes {:.2f} ms a token and {:.2f} ms a round of 60", "qwen3.6-27b": "{:.2f} and {:.2f} ms"}
+    for shape, said in told.items():
+        pair = [one("mtp_h200.jsonl", "round_ms", shape=shape, method="autoregressive")]
+        pair += [one("mtp_h200.jsonl", "round_ms", shape=shape, method="mtp", head_bits=8)]
+        held("../performance/expect.md", said.format(*pair))
+    ratio = one("oracle_h200.jsonl", "over_plain", shape="qwen3.6-35b-a3b", tree="auto")
+    held("../performance/expect.md", f"made {ratio:.2f} times the tokens a second of")
     cold, warm = (
         one("first_call_h100.jsonl", "first_token", shape="llama-8b", assistant="eagle3", caches=caches)
         for caches in ("cold", "warm")
