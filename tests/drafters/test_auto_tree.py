@@ -604,18 +604,17 @@ def test_an_open_batch_chooses_sizes(forced, monkeypatch, captured):
     assert {rows for _, rows in fastspec.report(patched).trees} >= {4}
 
 
-@pytest.mark.slow
-def test_gemma_4_s_assistant_chooses_sizes(forced, monkeypatch):
-    for captured in (False, True):
-        with pytest.MonkeyPatch.context() as patch:
-            if captured:
-                stand_in(patch)
-            taken, model = forced(), bigram_gemma4()
-            fastspec.patch(model, mtp=knowing(model), backend="torch")
-            for _ in range(2):
-                same((bigram_gemma4(), model), Mtp(total_tokens="auto"), prompts(7, 3), max_new_tokens=60)
-            drafted = [drafts for size, accepted in taken for drafts in accepted if size == 4]
-            assert {size for size, _ in taken} == {0, 1, 2, 3, 4} and sum(drafted) > 3 * len(drafted)
+@pytest.mark.some("True")
+@pytest.mark.parametrize("captured", [False, True])
+def test_gemma_4_s_assistant_chooses_sizes(captured, forced, monkeypatch):
+    if captured:
+        stand_in(monkeypatch)
+    taken, model = forced(), bigram_gemma4()
+    fastspec.patch(model, mtp=knowing(model), backend="torch")
+    for _ in range(2):
+        same((bigram_gemma4(), model), Mtp(total_tokens="auto"), prompts(7, 3), max_new_tokens=60)
+    drafted = [drafts for size, accepted in taken for drafts in accepted if size == 4]
+    assert {size for size, _ in taken} == {0, 1, 2, 3, 4} and sum(drafted) > 3 * len(drafted)
 
 
 def test_the_layer_of_a_checkpoint_chooses_sizes(forced, tmp_path):

@@ -365,7 +365,7 @@ def paired(target: Any, draft: Any, draft_tokenizer: Any = DRAFT) -> Any:
         return fastspec.patch(target, speculative=(draft, draft_tokenizer, TARGET))
 
 
-@pytest.mark.some("all four")
+@pytest.mark.some("all four", "temperature")
 @pytest.mark.parametrize(
     "case, config", [("all four", Speculative(gamma=2)), ("temperature", Speculative(most=3))], ids=str
 )
