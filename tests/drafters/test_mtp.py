@@ -513,6 +513,31 @@ def test_a_draft_vocabulary_of_a_head_in_8_bits_is_rounded_and_follows_the_texts
         assert held == (made.codes.data_ptr(), made.scales.data_ptr())  # which captured rounds read
 
 
+@pytest.mark.parametrize("bits", [8, 16])
+def test_a_draft_vocabulary_that_was_made_in_inference_mode_follows_later_texts(tmp_path: Path, bits: Any) -> None:
+    model, _ = loaded("qwen3_5_text", tmp_path, vocab_size=600)
+    options = {"max_new_tokens": NEW, "do_sample": False, "assistant": fastspec.Mtp(draft_vocab=256)}
+    with fastspec.patched(model, mtp=True, head_bits=bits, backend="torch"):
+        for inside, ids in ((True, [[590, 591, 592, 590]]), (False, [[580, 581, 582, 580]])):
+            plain = model.generate(torch.tensor(ids), **options | {"assistant": None})
+            with torch.inference_mode(inside):
+                assert torch.equal(model.generate(torch.tensor(ids), **options), plain)
+
+
+def test_norms_of_unlike_epsilons_take_no_launch_together(tmp_path: Path) -> None:
+    model, _ = loaded("qwen3_5_text", tmp_path, drafts_well=False)
+    head = load_mtp(True, model)
+    program = EagleDrafter(head, TreeShape(4, 2, 1), rows=1, capacity=40, ops=TORCH).program
+    tokens, states = torch.tensor([[7, 8]]), torch.randn(1, 2, model.config.hidden_size)
+    alike, _ = program.feed(tokens, states)
+    head.module.state_norm.eps = 100.0
+    program = EagleDrafter(head, TreeShape(4, 2, 1), rows=1, capacity=40, ops=TORCH).program
+    embedded = model.get_input_embeddings()(tokens)
+    apart = torch.cat((program.token_norm(embedded)[0], program.state_norm(states)[0]), -1)
+    found, _ = program.feed(tokens, states)
+    assert torch.equal(found, program._first(apart, states)[0]) and not torch.allclose(found, alike)
+
+
 def test_the_tokens_that_a_vocabulary_follows_are_no_change_of_weights(tmp_path: Path) -> None:
     """A prompt's next turn is read from where its text ended."""
     model, _ = loaded("glm4_moe", tmp_path, vocab_size=600)

@@ -364,8 +364,9 @@ class MtpProgram(HeadProgram):
         return self._first(torch.cat((self.token_norm(embedded)[0], self.state_norm(hidden)[0]), -1), hidden)
 
     def _table(self, hidden: Tensor) -> Tensor | None:
-        own = isinstance(self.token_norm, RmsNorm) and isinstance(self.state_norm, RmsNorm)
-        return super()._table(hidden) if own else None
+        forms = {(each.eps, each.offset) for each in (self.token_norm, self.state_norm) if isinstance(each, RmsNorm)}
+        both = isinstance(self.token_norm, RmsNorm) and isinstance(self.state_norm, RmsNorm)
+        return super()._table(hidden) if both and len(forms) == 1 else None
 
     def _norms(self) -> tuple[Tensor, Tensor, float, float | None]:
         of_tokens, of_states = cast(RmsNorm, self.token_norm), cast(RmsNorm, self.state_norm)

@@ -229,6 +229,8 @@ class BoundHead:
         return rows.to(module.like)
 
 
+@torch.inference_mode(False)  # calls in any mode write to it
+@torch.no_grad()
 def narrowed(head: BoundHead, key: Hashable, made: Callable[[], Tensor], free: int) -> BoundHead:
     """The head with a draft vocabulary of the target's ids that are `made`, ascending, and `free` places for those that
     its texts bring; the same one as long as its key is. Raises CheckpointError where the LM head has no rows."""
