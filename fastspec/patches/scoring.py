@@ -48,7 +48,7 @@ def log_probs(
     model, session = _session(model)
     if not temperature > 0:
         raise Unsupported(f"log_probs: temperature={temperature} must be above 0")
-    refuse_ids(model, {"input_ids": input_ids})
+    refuse_ids(model, {"input_ids": input_ids, "attention_mask": attention_mask})
     device = device_of(model)
     keep = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     ids, keep = input_ids.to(device), keep.to(device).bool()

@@ -83,5 +83,7 @@ def test_what_cannot_be_scored_is_refused() -> None:
     for wrong in ("a text", ids[0], ids.float()):
         with fastspec.patched(model), pytest.raises(Unsupported, match=r"pass whole numbers of shape \[rows, tokens\]"):
             fastspec.log_probs(model, wrong)
+    with fastspec.patched(model), pytest.raises(Unsupported, match="attention_mask must be a tensor"):
+        fastspec.log_probs(model, torch.tensor([[7, 8]]), [[1, 1]])  # type: ignore[arg-type]
     with fastspec.patched(tiny_seq2seq("t5")) as other, pytest.raises(Unsupported, match="tokens alone"):
         fastspec.log_probs(other, ids)
