@@ -201,6 +201,33 @@ def test_figures_of_times_are_those_of_their_rows() -> None:
     held("assistants.md", f"{chosen:.2f} times as fast as without drafts, where 60 nodes made it {fixed:.2f} times")
 
 
+def test_what_servers_without_and_with_drafts_lose_is_that_of_their_rows() -> None:
+    def lost(server: str, beside: str, name: str = "tokens_per_second", **wanted: Any) -> float:
+        ours, theirs = (one("serving_h200.jsonl", name, server=each, **wanted) for each in (server, beside))
+        return 100 - 100 * ours / theirs
+
+    drafted = {"server": "fastspec", "beside": "fastspec-autoregressive", "model": "qwen2.5-coder-1.5b-instruct"}
+    turns = [lost(**drafted, way="turns", in_flight=count) for count in (8, 32)]
+    schema = sorted(lost(**drafted, way="schema", in_flight=count) for count in (1, 8, 32))
+    held(
+        "../performance/batches.md",
+        "lost {:.0f} and {:.0f} % there beside 8 and 32 rows".format(*turns),
+        f"and {schema[0]:.0f} to {schema[-1]:.0f} % beside a schema",
+    )
+    plain = {"server": "fastspec-autoregressive", "beside": "vllm", "model": "llama-8b"}
+    whole = [lost(**plain, way="whole", in_flight=count) for count in (32, 64)]
+    streamed = [lost(**plain, way="streamed", in_flight=count) for count in (1, 8, 32, 64)]
+    held("../performance/batches.md", "makes {:.0f} to {:.0f} % fewer tokens a second than vLLM".format(*whole))
+    held("../performance/batches.md", f"({streamed[2]:.0f} % fewer streamed, of 32)")
+    assert [loss > 0 for loss in streamed] == [False, False, True, False]
+    later = [
+        one("serving_h200.jsonl", "first_token_ms", server=each, model="llama-8b", way="streamed", in_flight=count)
+        for count in (1, 8, 32, 64)
+        for each in ("fastspec-autoregressive", "vllm")
+    ]
+    assert [ours > theirs for ours, theirs in zip(later[::2], later[1::2], strict=True)] == [True, True, True, False]
+
+
 def test_figures_of_the_cascade_are_those_of_its_rows() -> None:
     def alone(stage: str) -> str:
         (row,) = rows("cascade_h200.jsonl", kind="stage", set="all", stage=stage)
