@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from helpers.generate import prompts
@@ -522,6 +523,22 @@ def test_a_draft_vocabulary_that_was_made_in_inference_mode_follows_later_texts(
             plain = model.generate(torch.tensor(ids), **options | {"assistant": None})
             with torch.inference_mode(inside):
                 assert torch.equal(model.generate(torch.tensor(ids), **options), plain)
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_a_draft_vocabulary_stays_while_its_lm_head_is_offloaded(tmp_path: Path, bits: Any) -> None:
+    model, _ = loaded("qwen3_5_text", tmp_path, vocab_size=600)
+    narrow = fastspec.Mtp(draft_vocab=256)
+    with fastspec.patched(model, mtp=True, head_bits=bits, backend="torch"):
+        for offloaded, ids in ((False, [[590, 591, 592, 590]]), (True, [[580, 581, 582, 580]])):
+            if offloaded:
+                accelerate.cpu_offload(model.lm_head, execution_device=torch.device("cpu"))
+            plain = model.generate(torch.tensor(ids), max_new_tokens=NEW, do_sample=False)
+            assert torch.equal(
+                model.generate(torch.tensor(ids), max_new_tokens=NEW, do_sample=False, assistant=narrow), plain
+            )
+            head = with_vocabulary(session_of(model).resources["mtp"], narrow, model)
+            assert head.drafted()[240:243].tolist() == [590, 591, 592]
 
 
 def test_norms_of_unlike_epsilons_take_no_launch_together(tmp_path: Path) -> None:

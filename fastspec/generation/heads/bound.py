@@ -177,11 +177,12 @@ class BoundHead:
 
     @torch.no_grad()
     def hear(self, ids: Tensor, counts: Tensor) -> None:
-        """Begin texts, the first counts [B] of ids [B, T]: their tokens join a draft vocabulary with free places."""
-        vocabulary, made, lm_head = self.derived.vocabulary, self.derived.readout, self.binding.lm_head
-        if vocabulary is not None and vocabulary.free and made is not None and lm_head is not None:
+        """Begin texts, the first counts [B] of ids [B, T]: their tokens join a draft vocabulary with free places, while
+        the LM head has rows."""
+        vocabulary, made, rows = self.derived.vocabulary, self.derived.readout, _plain_weight(self.binding.lm_head)
+        if vocabulary is not None and vocabulary.free and made is not None and rows is not None:
             vocabulary.count(ids, counts)
-            vocabulary.renew(made, cast(Tensor, lm_head.weight))
+            vocabulary.renew(made, rows)
 
     @torch.no_grad()
     def renew(self) -> None:
@@ -349,18 +350,26 @@ def _check_rows(module: DraftHead, lm_head: nn.Module) -> None:
         )
 
 
-def no_rows(lm_head: Any, d2t: Tensor, width: int) -> str | None:
-    """Reason why a target's LM head has no rows [width] in plain floating point for the tokens of `d2t`, or None."""
+def _plain_weight(lm_head: Any) -> Tensor | None:
+    """An LM head's weight in plain floating point, or None without one, such as where it is offloaded."""
     weight = getattr(lm_head, "weight", None)
     if not isinstance(weight, Tensor) or type(weight) not in (Tensor, nn.Parameter, DTensor):
-        found = type(weight if isinstance(weight, Tensor) else lm_head).__name__
-    elif weight.is_meta or weight.dtype not in FLOATS:
-        found = "on the device meta, without values" if weight.is_meta else str(weight.dtype)
-    else:
+        return None
+    return None if weight.is_meta or weight.dtype not in FLOATS else weight
+
+
+def no_rows(lm_head: Any, d2t: Tensor, width: int) -> str | None:
+    """Reason why a target's LM head has no rows [width] in plain floating point for the tokens of `d2t`, or None."""
+    held, weight = getattr(lm_head, "weight", None), _plain_weight(lm_head)
+    if weight is not None:
         last = int(drafted_ids(d2t).max())
         if weight.ndim == 2 and weight.shape[0] > last and weight.shape[1] == width:
             return None
         found = f"of shape {list(weight.shape)}"
+    elif not isinstance(held, Tensor) or type(held) not in (Tensor, nn.Parameter, DTensor):
+        found = type(held if isinstance(held, Tensor) else lm_head).__name__
+    else:
+        found = "on the device meta, without values" if held.is_meta else str(held.dtype)
     return f"the head drafts with rows [{width}] of the target's LM head, in plain floating point, and that is {found}"
 
 
