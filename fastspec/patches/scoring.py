@@ -43,7 +43,7 @@ def log_probs(
     bits of what `generate(..., output_logits=True)` returns; else, and in fp32, they are equal but for rounding.
 
     Raises Unsupported for an unpatched model, an encoder-decoder, a model that reads more than tokens or that several
-    processes hold, a mask with a hole, and a temperature that is not above 0.
+    processes hold, texts and masks that are no such tensors, a mask with a hole, and a temperature that is not above 0.
     """
     model, session = _session(model)
     if not temperature > 0:
