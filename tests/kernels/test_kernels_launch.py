@@ -134,8 +134,12 @@ def test_what_reads_the_text_before_it_waits_runs_after_the_rotation():
     assert names and {ast.unparse(sources[rotation][name].body[0]) for name in names} == {BEGIN}
     layer = ast.parse(Path(decoder_layer.__file__).read_text())
     (mixer,) = (n for n in layer.body if isinstance(n, ast.ClassDef) and n.name == "FullAttention")
-    calls = [n.func.attr for n in ast.walk(mixer) if isinstance(n, ast.Call) and "self.ops." in ast.unparse(n.func)]
-    assert calls.index("tree_attention") == calls.index("rope_cache") + 1
+    methods = {node.name: node for node in mixer.body if isinstance(node, ast.FunctionDef)}
+    of_self = [n for n in ast.walk(methods["__call__"]) if isinstance(n, ast.Call) and "self." in ast.unparse(n.func)]
+    calls = [ast.unparse(n.func) for n in sorted(of_self, key=lambda n: (n.lineno, n.col_offset))]
+    assert calls.index("self.ops.tree_attention") == calls.index("self._rotated") + 1
+    (last,) = (node for node in methods["_rotated"].body if isinstance(node, ast.Return))
+    assert ast.unparse(last).startswith("return self.ops.rope_cache(")
 
 
 def test_the_common_beginning_waits_and_then_lets_dependents_start():
