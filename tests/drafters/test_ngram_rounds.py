@@ -379,12 +379,13 @@ def test_rounds_that_something_held_up_are_timed_again(dear, monkeypatch, stalls
     assert slowdown(drafter, host, (4, 6, 5), 200) < 0.6
 
 
+@pytest.mark.parametrize("timed", [False, True])
 @pytest.mark.parametrize("failed", [1, 3])
-def test_drafts_that_failed_once_are_made_again_where_the_text_repeats_itself(dear, monkeypatch, failed):
+def test_drafts_that_failed_once_are_made_again_where_the_text_repeats_itself(dear, monkeypatch, failed, timed):
     host = Host()
     monkeypatch.setattr(policy, "time", host)
     drafter = drafter_of(8, [*range(3, 11)] * 8)
-    drafter.timed = True
+    drafter.timed = timed
     slowdown(drafter, host, (*[0] * failed, *[6] * 5000))
     assert slowdown(drafter, host, (6,), 200) < 0.6
 

@@ -373,8 +373,8 @@ class NasdDrafter(HostDrafter):
     def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:
         if self.clocked:
             self.by_clock.ran(IN_VAIN if self.vain else 1, self.hosted)
-            self.promised, self.delivered = KEPT * self.promised, KEPT * self.delivered
         self.vain = False
+        self.promised, self.delivered = KEPT * self.promised, KEPT * self.delivered
         for row, (emitted, count) in enumerate(zip(tokens.tolist(), counts, strict=True)):
             self._hear(row, [(token, ()) for token in emitted[:count]])
             self._foretell(row, emitted[:count])
