@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import cycle
+from time import sleep
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from fastspec.generation.drafters.policy import COSTS, MeasuredCosts
 from fastspec.generation.engine import batching
 from fastspec.generation.engine.schedule import GraphFromScore, WholeGraph
 from fastspec.patches.backends import ngram_counter
+from fastspec.patches.hf.model import HFModel
 from fastspec.patches.session import session_of
 
 BYTES = 3_087_428_608
@@ -312,10 +314,13 @@ class Host:
         return self.seconds
 
 
-def slowdown(drafter: NasdDrafter, host: Host, accepted: Sequence[int], rounds: int = 2000) -> float:
+def slowdown(
+    drafter: NasdDrafter, host: Host, accepted: Sequence[int], rounds: int = 2000, stalls: Sequence[float] = ()
+) -> float:
     """Time of rounds that accept so many drafts in turn, over that of plain rounds with as many tokens. A plain round
-    takes 1.5 ms where it is in flight early and 2.3 where it waits for a look-up, one with drafts 3.9."""
-    pattern, following = cycle(accepted), cycle(range(3, 11))
+    takes 1.5 ms where it is in flight early and 2.3 where it waits for a look-up, one with drafts 3.9, the first ones
+    so many seconds more."""
+    pattern, following, held = cycle(accepted), cycle(range(3, 11)), iter(stalls)
     began, tokens, rests = host.seconds, 0, 0
     rows = len(drafter.roots)
     for _ in range(rounds):
@@ -333,7 +338,7 @@ def slowdown(drafter: NasdDrafter, host: Host, accepted: Sequence[int], rounds: 
             tree = drafter.propose(0)
             drafter.work()
             gained = min(next(pattern), tree.max_path - 1)
-            host.seconds += 0.0039
+            host.seconds += 0.0039 + next(held, 0.0)
             drafter.update([[1, gained, *(next(following) for _ in range(gained + 1))]] * rows, gained + 1)
             tokens += gained + 1
     return (host.seconds - began) / (0.0015 * tokens)
@@ -356,10 +361,33 @@ def test_drafts_of_timed_rounds_go_on_where_they_pay(dear, monkeypatch):
     drafter.timed = True
     assert slowdown(drafter, host, (4, 6, 5)) < 0.6
     assert drafter.by_clock.price(drafter.size) == pytest.approx(1.6, rel=0.02) and drafter.prices[drafter.size] < 1
-    drafter.move_row(0, drafter_of(8, [3, 4]), 0, 1)  # a prompt joins, in some time
+    drafter.interrupt()  # a prompt joins, in some time
+    drafter.move_row(0, drafter_of(8, [3, 4]), 0, 1)
     host.seconds += 9.0
     drafter.catch_up(torch.full((8, 1), 3), [1] * 8)
     assert max(map(max, drafter.by_clock.times.spent.values())) < 4
+
+
+@pytest.mark.parametrize("stalls", [(3.0,), (0.0, 3.0), (0.2,) * 12])
+def test_rounds_that_something_held_up_are_timed_again(dear, monkeypatch, stalls):
+    """One of the first two, or all for a while: drafts that pay are made once it is over."""
+    host = Host()
+    monkeypatch.setattr(policy, "time", host)
+    drafter = drafter_of(8, [*range(3, 11)] * 8)
+    drafter.timed = True
+    slowdown(drafter, host, (4, 6, 5), 20 * timed_drafts.STALE, stalls)
+    assert slowdown(drafter, host, (4, 6, 5), 200) < 0.6
+
+
+@pytest.mark.parametrize("timed", [False, True])
+@pytest.mark.parametrize("failed", [1, 3])
+def test_drafts_that_failed_once_are_made_again_where_the_text_repeats_itself(dear, monkeypatch, failed, timed):
+    host = Host()
+    monkeypatch.setattr(policy, "time", host)
+    drafter = drafter_of(8, [*range(3, 11)] * 8)
+    drafter.timed = timed
+    slowdown(drafter, host, (*[0] * failed, *[6] * 5000))
+    assert slowdown(drafter, host, (6,), 200) < 0.6
 
 
 def drafted(drafter: NasdDrafter, host: Host, texts: Sequence[Sequence[int]]) -> list[int]:
@@ -444,6 +472,30 @@ def test_the_end_of_an_answer_is_counted_where_the_storage_is_shared(dear):
         told(drafter, token)
     drafter.move_row(0, drafter_of(1, [3, 4]), 0, 1)
     assert storage.look((31, 30)) == (2, [(32, 1)])
+
+
+def test_parts_of_a_prompt_that_are_read_between_rounds_are_no_time_of_theirs(dear, monkeypatch):
+    stand_in(monkeypatch)
+    host, prefill = Host(), HFModel.prefill
+    monkeypatch.setattr(policy, "time", host)
+    monkeypatch.setattr(policy, "LAST_TIMES", 1000)
+    monkeypatch.setattr(timed_drafts.TimedDrafts, "pays", lambda self, going, following=False: 0.0)
+
+    def slow(*given: Any) -> Any:
+        host.seconds += 9.0
+        return prefill(*given)
+
+    model = fastspec.patch(tiny_model(seed=3))
+    asked = {"do_sample": False, "eos_token_id": NEVER, "pad_token_id": 0}
+    with fastspec.continuous(model, "nasd", rows=2, prefill_chunk=16, max_length=400) as batch:
+        first = batch.submit(torch.tensor([[5, 6, 7, 8] * 4]), max_new_tokens=300, **asked)
+        while batch.turns < 40:
+            sleep(0.001)
+        monkeypatch.setattr(HFModel, "prefill", slow)
+        batch.submit(torch.arange(3, 83)[None].repeat(1, 2), max_new_tokens=4, **asked).result()
+        first.result()
+        times = [rounds.engine.drafter.by_clock.times.spent for rounds in batch._widths.made.values()]
+    assert host.seconds >= 90 and any(times) and max(max(each) for spent in times for each in spent.values()) < 1
 
 
 @pytest.mark.parametrize("narrows", [True, False])

@@ -291,6 +291,9 @@ class HostDrafter(Drafter):
     def work(self) -> None:
         """Work that can wait until a pass was launched, and is done while the device is busy."""
 
+    def interrupt(self) -> None:
+        """Other work comes before the next round."""
+
     def finish(self) -> None:
         """The call is over: do what was put off and is needed beyond it."""
 

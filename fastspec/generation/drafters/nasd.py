@@ -237,7 +237,6 @@ class NasdDrafter(HostDrafter):
             self._feed(storage, storage.start(), [(token, ()) for token in text])
 
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
-        self.by_clock.times.leave()
         self.roots = root.tolist()
         for row, (text, real) in enumerate(zip(ids.tolist(), counts.tolist(), strict=True)):
             self.by_clock.recurrence.begin(row)
@@ -271,7 +270,6 @@ class NasdDrafter(HostDrafter):
 
     def move_row(self, row: int, other: Drafter, source: int, count: int) -> None:
         assert isinstance(other, NasdDrafter)
-        self.by_clock.times.leave()
         if not isinstance(self.config.storage, str):  # the answer that was there is over, and others read its counts
             self._feed(self.storages[row], self.cursors[row], [*self.unread[row]])
         self.storages[row], self.cursors[row] = other.storages[source], other.cursors[source]
@@ -331,6 +329,9 @@ class NasdDrafter(HostDrafter):
             cursor = storage.feed(cursor, token, fillers)
         return cursor
 
+    def interrupt(self) -> None:
+        self.by_clock.times.leave()
+
     def finish(self) -> None:
         if not isinstance(self.config.storage, str):  # those of its own are not read again
             self.work(all_of_it=True)
@@ -373,6 +374,7 @@ class NasdDrafter(HostDrafter):
         if self.clocked:
             self.by_clock.ran(IN_VAIN if self.vain else 1, self.hosted)
         self.vain = False
+        self.promised, self.delivered = KEPT * self.promised, KEPT * self.delivered
         for row, (emitted, count) in enumerate(zip(tokens.tolist(), counts, strict=True)):
             self._hear(row, [(token, ()) for token in emitted[:count]])
             self._foretell(row, emitted[:count])

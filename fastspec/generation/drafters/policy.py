@@ -11,7 +11,7 @@ import math
 import time
 from collections import deque
 from dataclasses import dataclass
-from statistics import median
+from statistics import median_low
 
 import torch
 from torch import Tensor
@@ -103,7 +103,7 @@ class MeasuredCosts:
 
 
 LEAST_TIMES, LAST_TIMES = 5, 9
-"""Rounds of a kind before their time is known, and those whose median it is."""
+"""Rounds of a kind before their time is known, and those whose median it is, the lower one of an even number."""
 
 
 class RoundTimes:
@@ -129,10 +129,14 @@ class RoundTimes:
         """Other work comes before the next round."""
         self.ended = None
 
+    def forget(self, kind: int) -> None:
+        """Rounds of a kind take another time by now."""
+        self.spent.pop(kind, None)
+
     def ms(self, kind: int, least: int = LEAST_TIMES) -> float | None:
-        """Milliseconds of a round of this kind; None where fewer than `least` have run."""
+        """Milliseconds of a round of this kind, of two the shorter one's; None where fewer than `least` have run."""
         spent = self.spent.get(kind, ())
-        return median(spent) if len(spent) >= least else None
+        return median_low(spent) if len(spent) >= least else None
 
 
 COSTS = {

@@ -19,12 +19,14 @@ IN_VAIN = 0
 """Kind of a round without drafts that waited for a look-up, among `RoundTimes`; others are known by their nodes."""
 SEEN, UNSEEN = LEAST_TIMES + 2, 512
 """Rounds without drafts that are run for their time, after so many with drafts, and at the start."""
-LEAST_TRIED = 2
-"""Rounds with drafts of a size before their time is known."""
+LEAST_TRIED, STALE = 2, 512
+"""Rounds with drafts of a size before their time is known, and rounds without any after which it is no longer: what
+held rounds up may be over, and nothing else would tell."""
 RESTS = 2
 """Rounds without drafts at the least: the second is launched before the first is read."""
-GRANTED, SHARE, SAVED = 1.0, 0.01, 4.0
-"""Target passes that drafts may lose at the start, those that every round without adds, and how many there are at most.
+GRANTED, SHARE, SAVED, OWED = 1.0, 0.01, 4.0, 16.0
+"""Target passes that drafts may lose at the start, those that every round without adds, how many there are at most, and
+how many rounds without have to bring back at most.
 """
 SLACK = 1.0
 """Target passes at the most that a round is taken to cost beyond what is known of its kind: others may hold it up."""
@@ -52,6 +54,8 @@ class TimedDrafts:
         self.watched = range(0, rows, -(-rows // WATCHED))
         self.left, self.unseen = GRANTED, 0
         """Target passes that drafts may lose, and rounds with drafts before the time of those without is taken anew."""
+        self.idle = 0
+        """Rounds since the last one with drafts."""
         self.hosted = False
         """True where the host had a part in choosing the last round's tokens, which takes longer."""
         self.waits, self.made = False, 0.0
@@ -92,6 +96,11 @@ class TimedDrafts:
         told = None if waited or made != self.made else ~kind if hosted else kind
         spent, plain = self.times.take(told), self.spent(1)
         self.unseen -= kind > 1
+        self.idle = 0 if kind > 1 else self.idle + 1
+        if self.idle == STALE:
+            for size in self.sizes:
+                self.times.forget(size)
+                self.times.forget(~size)
         if kind == 1 and not waited:
             self.left = min(SAVED, self.left + SHARE)
             return
@@ -102,7 +111,7 @@ class TimedDrafts:
         if gains:
             watched = [row for row in self.watched if row in gains]
             gained = sum(gains.values()) / len(gains) * (self.recurrence.fairness(watched) if watched else 1.0)
-        self.left = min(SAVED, self.left + gained - cost)
+        self.left = max(-OWED, min(SAVED, self.left + gained - cost))
 
     def rests(self, going: Sequence[bool]) -> int:
         """Rounds without drafts that come next, where rows go on or not; 0: there may be drafts."""

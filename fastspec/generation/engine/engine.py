@@ -129,7 +129,7 @@ class Engine(Generic[TargetT]):
         """Start after a prompt whose first new tokens are root [B]."""
         self.drain()
         self.fallback.begin()
-        self.measured_from, self.leads = None, True
+        self.interrupt()
         self.forget()
         self.state.root.copy_(root)
         self.state.activate([True] * len(self.state.running))
@@ -141,7 +141,7 @@ class Engine(Generic[TargetT]):
         (None: their only one). root [1] is the first token of its answer, or NO_TOKEN: then the prompt is about to
         leave. No round may be in flight."""
         self.fallback.tell(self.drafter)
-        self.measured_from, self.leads = None, True
+        self.interrupt()
         if self.resting is not None:
             self.resting.forget(row)  # the others' is read later
         if self.sizes is not None and self.pinned is None:
@@ -268,6 +268,12 @@ class Engine(Generic[TargetT]):
         if self.resting is not None and self.kept + flying > 0:
             self.resting.hand_over(self.kept + flying)
             self.kept, self.leads = -flying, True  # one in flight counts when it is read
+
+    def interrupt(self) -> None:
+        """Other work comes before the next round, whose time says nothing then."""
+        self.measured_from, self.leads = None, True
+        if isinstance(self.drafter, HostDrafter):
+            self.drafter.interrupt()
 
     def forget(self) -> None:
         """Drop what rounds without drafts have kept for the drafter: nobody drafts after these."""

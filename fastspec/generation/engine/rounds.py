@@ -167,7 +167,7 @@ class Rounds(Generic[TargetT]):
 
     def _read(self, room: int | None) -> int:
         """Read up to `room` tokens of one prompt, or of several -> how many; the batch hears of what fails."""
-        self.engine.measured_from = None
+        self.engine.interrupt()
         if self.joining is not None:
             return self._read_alone((self.joining.row, self.joining.prompt, self.joining.ids), room)
         batch = self.batch
