@@ -91,6 +91,9 @@ class Script:
     def forget(self) -> None:
         """Nothing is kept of rounds without drafts."""
 
+    def interrupt(self) -> None:
+        """No time of its rounds is taken."""
+
     def end(self) -> None:
         self.log.append("end")
 

@@ -146,6 +146,9 @@ class Stepping:
         assert source is None
         self.admitted.append((row, self.entries.index((target, drafter)), root.tolist(), count))
 
+    def interrupt(self) -> None:
+        """No time of its rounds is taken."""
+
     def step(self, longest: int, stats: Stats, verifier: Any, asynchronous: bool) -> Any:
         self.steps.append((longest, stats, verifier, asynchronous, list(self.state.running), list(self.state.padded)))
         return "emitted"
