@@ -18,7 +18,7 @@ def run(pool: RankPool, case: rank_pool.Case, kind: str = "") -> list[list[objec
 @pytest.mark.parametrize(
     "how, told",
     [
-        ("raises", ["ArithmeticError: planted"]),
+        pytest.param("raises", ["ArithmeticError: planted"], marks=pytest.mark.slow),
         ("ends", ["process 1 of 2: it has ended, with 3"]),
         ("hangs", ["process 0 of 2: it did not answer in time, and stands at", "in parted", "1 of 2: it ran the case"]),
     ],

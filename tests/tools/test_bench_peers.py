@@ -291,6 +291,7 @@ def test_both_sides_of_a_shape_have_rows_of_the_same_cases(
     assert all(row["engine_settings"]["gpu_memory_utilization"] == 0.7 for row in rows[4:])
 
 
+@pytest.mark.slow
 def test_a_case_that_fails_costs_no_other(
     engine: Path, peers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

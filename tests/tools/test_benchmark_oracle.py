@@ -112,6 +112,7 @@ def test_rows_say_how_much_faster_an_acceptance_is(script, tmp_path, monkeypatch
     assert all(row["tokens_per_second"] > 0 and row["survival"] == [0.9, 0.8] for row in rows)
 
 
+@pytest.mark.slow
 def test_a_served_shape_answers_every_prompt_whole_and_the_same_with_and_without_drafts(script, monkeypatch) -> None:
     """Of any prompts, which the oracle was told nothing of; no token ends an answer, and all have a text."""
     full_size = importlib.import_module("full_size")
