@@ -25,7 +25,7 @@ def follow(text: list[int], most: int = 8) -> tuple[Recurrence, fastspec.NgramSt
 def test_before_a_text_the_chances_are_those_of_contexts():
     known = Recurrence(2, 8)
     assert known.expected[0] == pytest.approx(PRIOR[0] * (1 + PRIOR[1] * (1 + known.expected[2 * STREAKS + 2])))
-    assert known.of(0) == 0.0 and known.fairness([0, 1]) == 1.0
+    assert known.of(0) == 0.0 and known.counted_share([0, 1]) == 1.0
 
 
 @pytest.mark.parametrize("most", [1, 2, 8, 255])
@@ -52,11 +52,11 @@ def test_what_is_expected_is_what_comes():
 
 def test_a_round_that_holds_up_most_rows_counts_for_little():
     known = Recurrence(8, 8)
-    known.luck = [6.0] * 8
-    assert known.fairness(range(8)) == pytest.approx(1.0)
-    known.luck = [6.0] + [0.0] * 7
-    assert known.fairness(range(8)) == pytest.approx((8 / (7 + 1 / 7) - 1) / 0.75)
-    assert known.fairness([1, 2]) == 1.0
+    known.gains = [6.0] * 8
+    assert known.counted_share(range(8)) == pytest.approx(1.0)
+    known.gains = [6.0] + [0.0] * 7
+    assert known.counted_share(range(8)) == pytest.approx((8 / (7 + 1 / 7) - 1) / 0.75)
+    assert known.counted_share([1, 2]) == 1.0
 
 
 def test_rows_move_with_their_places_and_begin_without_any():

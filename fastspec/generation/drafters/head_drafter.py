@@ -33,7 +33,7 @@ from fastspec.kernels.drafting.reference import own_bits
 
 SKIMMED = 512
 """Tokens of all rows from which on a prompt's keys and values are written alone, and the last pairs read after them:
-of fewer the weights cost more than the sums."""
+an estimate, since the weights are read twice then."""
 BACKLOG = 1024
 """Tokens of all rows whose features wait for a head in rounds without drafts."""
 
@@ -169,8 +169,8 @@ class HeadDrafter(Drafter):
         return self.ops.path_pairs(features, *path, self.root, self.state.lengths, out)
 
     def _feed(self, tokens: Tensor, features: Tensor, counts: Tensor, extent: int | None = None) -> None:
-        """`_extend` of a text, nothing of which is drafted behind but its last pair: of a head of one layer the others
-        leave keys and values alone."""
+        """`_extend` of a text that is drafted for after its last pair alone: of the others a head of one layer writes
+        keys and values and nothing else."""
         mixer = self.program.writes
         if mixer is None or tokens.numel() < SKIMMED:
             self._extend(tokens, features, counts, extent)

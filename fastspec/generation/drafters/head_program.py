@@ -303,8 +303,8 @@ class HeadProgram:
 
     @property
     def writes(self) -> FullAttention | None:
-        """The mixer of a head's only layer, of which a token that nobody drafts behind leaves keys and values alone;
-        None of a head that has more layers, or another mixer."""
+        """The mixer of a head's only layer, which needs nothing but keys and values of a token after which nothing is
+        drafted; None of a head that has more layers, or another mixer."""
         mixer = self.layers[0].mixer
         return mixer if len(self.layers) == 1 and isinstance(mixer, FullAttention) and mixer.owns else None
 

@@ -18,7 +18,7 @@ TRUSTED, RENEWED = 16, 0.02
 """Places that a prior counts for, and the least weight of a further place."""
 LEARNT = 16
 """Tokens after which chances are looked at again."""
-LUCK = 0.03
+FRESH = 0.03
 """Weight of a further token in what drafts of a row are expected to bring over a longer time."""
 
 
@@ -33,7 +33,8 @@ class Recurrence:
         """Places of the rows after their last token; None where that is not known yet."""
         self.guesses: list[tuple[int, int] | None] = [None] * rows
         """Kind of each row's place, and the likeliest token there; None where nothing is known."""
-        self.streaks, self.luck = [0] * rows, [0.0] * rows
+        self.streaks, self.gains = [0] * rows, [0.0] * rows
+        """Last tokens of each row that were foretold, and drafts that it is expected to accept over a longer time."""
         self.unlearnt = 0
         """Tokens since expectations were made."""
         self.expected, self.following = self._expected()
@@ -49,7 +50,7 @@ class Recurrence:
             self.begin(row)
             return
         self.cursors[row], self.guesses[row] = other.cursors[source], other.guesses[source]
-        self.streaks[row], self.luck[row] = other.streaks[source], other.luck[source]
+        self.streaks[row], self.gains[row] = other.streaks[source], other.gains[source]
 
     def hear(self, row: int, storage: Storage, tokens: Sequence[int]) -> None:
         """Take tokens of a row whose place is known."""
@@ -74,19 +75,19 @@ class Recurrence:
             self.guesses[row] = (min(length, LENGTHS) - 1) * STREAKS + self.streaks[row], known[0][0]
         else:
             self.guesses[row], self.streaks[row] = None, 0
-        self.luck[row] += LUCK * (self.of(row) - self.luck[row])
+        self.gains[row] += FRESH * (self.of(row) - self.gains[row])
 
     def of(self, row: int, following: bool = False) -> float:
         """Drafts of a row that are expected to be accepted now, or in the round after the next one without any."""
         guess = self.guesses[row]
         return 0.0 if guess is None else (self.following if following else self.expected)[guess[0]]
 
-    def fairness(self, rows: Sequence[int]) -> float:
+    def counted_share(self, rows: Sequence[int]) -> float:
         """Share of what drafts bring to all of these rows that counts: what the rows save of their time a token, over
         what they would if all accepted alike. A round with drafts holds up those that accept none."""
-        luck = [self.luck[row] for row in rows]
-        mean = sum(luck) / len(luck)
-        return (len(luck) / sum([1 / (1 + each) for each in luck]) - 1) / mean if mean > 0 else 1.0
+        gains = [self.gains[row] for row in rows]
+        mean = sum(gains) / len(gains)
+        return (len(gains) / sum([1 / (1 + each) for each in gains]) - 1) / mean if mean > 0 else 1.0
 
     def _expected(self) -> tuple[list[float], list[float]]:
         most, last = float(self.most), STREAKS - 1

@@ -110,7 +110,7 @@ class TimedDrafts:
         gained = 0.0
         if gains:
             watched = [row for row in self.watched if row in gains]
-            gained = sum(gains.values()) / len(gains) * (self.recurrence.fairness(watched) if watched else 1.0)
+            gained = sum(gains.values()) / len(gains) * (self.recurrence.counted_share(watched) if watched else 1.0)
         self.left = max(-OWED, min(SAVED, self.left + gained - cost))
 
     def rests(self, going: Sequence[bool]) -> int:
@@ -132,7 +132,7 @@ class TimedDrafts:
         hopes = [hope for row in rows if (hope := self.recurrence.of(row, following))]
         if sum(hopes) <= LEAST_HOPE * len(rows):
             return 1.0
-        share = self.recurrence.fairness(rows) / len(rows)
+        share = self.recurrence.counted_share(rows) / len(rows)
         promised = {size: 1 + share * sum([min(hope, size - 1) for hope in hopes]) for size in self.sizes}
         return max(tokens / (1 + self.price(size)) for size, tokens in promised.items())
 

@@ -303,7 +303,7 @@ class Engine(Generic[TargetT]):
 
     def _lead(self) -> None:
         """Launch two kernels with programmatic dependent launch outside a graph: after some that have none, replayed
-        rounds take 50 us longer on an H200 until such kernels are launched, and no longer then."""
+        rounds took longer on an H200 until such kernels were launched."""
         self.leads = False
         roots = self.state.roots
         for _ in range(2):
