@@ -42,7 +42,7 @@ from fastspec.patches.assistants.registry import EagleDecoding, resolve
 from fastspec.patches.session import session_of
 from fastspec.programs.bench.report import quantiles
 
-WARM = 10
+WARM = 16
 """Calls before those that are timed: sizes of trees are captured in the first ones."""
 STRIDE = 997
 """From a token to the likeliest next one: answers pass over bytes and special tokens."""

@@ -124,7 +124,7 @@ def test_figures_of_times_are_those_of_their_rows() -> None:
     held("quantised.md", "32 rows in {:.2f} instead of {:.2f}".format(*many))
     formats = ("dense", "fp8", "gptq", "int8", "nf4")
     most = [of("round_ms", **beside, weights=weights, batch=128, prefix=512) for weights in formats]
-    said = "take {:.2f} ms in bf16, {:.2f} of FP8; by former kernels {:.2f} of GPTQ, {:.2f} of int8, {:.2f} of nf4"
+    said = "take {:.2f} ms in bf16, {:.2f} of FP8, {:.2f} of GPTQ, {:.2f} of int8, {:.2f} of nf4"
     held("quantised.md", said.format(*most))
     plain, drafted = (
         [of("round_ms", shape="gpt-oss-20b", method=method, weights=weights) for weights in ("mxfp4", "dense")]

@@ -147,8 +147,14 @@ def test_an_assistant_without_its_resource_is_left_out_or_refused_where_named(sa
     assert "--head" in emitted and "Traceback" not in emitted
 
 
-def test_a_compiled_cache_is_left_out_on_the_cpu_even_where_named(saved: Path) -> None:
+def test_a_static_cache_is_compiled_on_the_cpu_only_where_it_is_named(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda forward, **options: compiled.append(options) or forward)
     done = bench(saved, "--each", "1", "--methods", "static-compile")
+    assert done.exit_code == 0 and "2/2" in done.output and compiled
+    done = bench(saved, "--each", "1", "--max-new-tokens", "2")
     assert done.exit_code == 0 and "left out: static-compile" in done.output
 
 
