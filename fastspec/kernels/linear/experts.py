@@ -749,5 +749,6 @@ def _is_transposed(weight: Tensor, name: str) -> bool:
 
 
 def _fitting(launch: ExpertsLaunch, depth: int) -> ExpertsLaunch:
-    """The launch with blocks no deeper than a product needs."""
-    return replace(launch, depth=min(launch.depth, max(16, int(triton.next_power_of_2(depth)))))
+    """The launch with blocks that are less deep than a product. Triton begins the sum of a depth that is one block with
+    the bias, and adds it to that of several at the end: so those of other launches would round otherwise."""
+    return replace(launch, depth=min(launch.depth, max(16, int(triton.next_power_of_2(depth)) // 2)))
