@@ -305,11 +305,24 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
             lambda n=rows, k=wide, to=layout: tree_attention.tree_attention(few(1, n, heads, 512), k, k, to, 1.0),
         )
         tree = None if rows == 1 else whole(1, rows, 1)
-        for case, bits, slots in (("chain", None, 4000), ("tree", tree, 4000), ("long text", tree, 16000)):
+        for case, bits, slots, shares in (
+            ("chain", None, 4000, None),
+            ("tree", tree, 4000, None),
+            ("long chain", None, 16000, None),
+            ("long text", tree, 16000, None),
+            ("long text in one share", tree, 16000, 1),
+        ):
 
-            def in_order(n: int = rows, k: Tensor = keys, bits: Tensor | None = bits, slots: int = slots) -> Tensor:
+            def in_order(
+                n: int = rows,
+                k: Tensor = keys,
+                bits: Tensor | None = bits,
+                slots: int = slots,
+                shares: int | None = shares,
+            ) -> Tensor:
                 layout = ordered_attention.attention_layout(whole(1), bits, n, n, slots, group)
-                return ordered_attention.tree_attention(few(1, n, heads, size), k, k, layout, size**-0.5)
+                q = few(1, n, heads, size)
+                return ordered_attention.tree_attention(q, k, k, layout, size**-0.5, shares=shares)
 
             yield f"ordered attention, {case}, {rows} rows", in_order
         yield f"ordered product, {rows} rows", lambda n=rows: ordered.linear(few(1, n, inner), few(hidden, inner), None)

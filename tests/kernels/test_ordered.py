@@ -83,7 +83,7 @@ def test_runs_cover_the_text_once(fine):
     st.booleans(),
     st.sampled_from([None, Span(40), Span(64, chunk=True)]),
     st.booleans(),
-    st.sampled_from([(512, None), (0, False), (0, True)]),
+    st.sampled_from([(512, None), (0, 0), (0, 1)]),
     st.integers(0, 2**31),
 )
 @examples(16)
@@ -105,7 +105,7 @@ def test_attention_is_the_references(device, prefixes, nodes, heads, size, chain
     for row, each in enumerate(prefixes):
         cache[:, row, :, each + nodes :] = torch.nan
     laid = ordered.attention_layout(prefix, words, nodes, nodes, extent, group, **seeing)
-    got = ordered.tree_attention(q, *cache, laid, size**-0.5, short=cut[0], fold=cut[1], **extras)
+    got = ordered.tree_attention(q, *cache, laid, size**-0.5, short=cut[0], shares=cut[1], **extras)
     assert (got.double() - wanted).norm() < 1e-4 * wanted.norm()  # weights are taken on a grid of 2**-14
 
 
@@ -145,7 +145,7 @@ def test_a_rejected_drafts_nan_reaches_no_other_node():
 )
 def test_a_querys_bits_hang_on_its_text_alone(device, dtype, heads, kv_heads, size, span, sinks, roots):
     """At roots around borders of groups and of runs: in a tree whose nodes lie in any order, in two chains of
-    other beginnings, in one launch and in two, beside rows of other lengths."""
+    other beginnings, in one launch and in two of any shares, beside rows of other lengths."""
     generator = torch.Generator().manual_seed(heads + size)
     group, slots, scale = heads // kv_heads, max(roots) + 80, size**-0.5
     keys, values = (torch.randn(1, kv_heads, slots, size, generator=generator).to(device, dtype) for _ in range(2))
@@ -190,7 +190,10 @@ def test_a_querys_bits_hang_on_its_text_alone(device, dtype, heads, kv_heads, si
             span=span,
             depths=depths[None].to(device) if span else None,
         )
-        trees = [ordered.tree_attention(q, k, v, laid, scale, short=short, **extras)[0] for short in (0, 512)]
+        trees = [
+            ordered.tree_attention(q, k, v, laid, scale, short=short, shares=shares, **extras)[0]
+            for short, shares in ((0, None), (0, 1), (0, 5), (512, None))
+        ]
         before = max(0, root - 30)
         chains = [(root, chain(root, 60)), (before, chain(before, root + 60 - before))]
         for depth, node in enumerate(path):

@@ -335,14 +335,14 @@ def _hopper_kernel(
     )
 
 
-def fits(q: Tensor, k: Tensor, v: Tensor, rows: int, extent: int) -> bool:
-    """True where this kernel takes q [B, N, Hq, D], k, v [B, Hkv, C, D] with so many matrix rows and slots: by device,
-    dtype and strides.
+def fits(q: Tensor, k: Tensor, v: Tensor, rows: int, extent: int, least: int = LONG) -> bool:
+    """True where this kernel takes q [B, N, Hq, D], k, v [B, Hkv, C, D] with so many matrix rows and slots, `least` of
+    these: by device, dtype and strides.
 
     Of spans, sinks and caps it knows nothing: attention with any of these is the kernel's of tree.py, and is not to be
     asked for here.
     """
-    if q.element_size() != 2 or q.shape[3] not in SIZES or rows <= BLOCK_M or extent < LONG or not is_hopper(q.device):
+    if q.element_size() != 2 or q.shape[3] not in SIZES or rows <= BLOCK_M or extent < least or not is_hopper(q.device):
         return False
     return all(
         (x.data_ptr() | x.stride(2) * 2) % 16 == 0 and x.stride(0) % x.stride(2) == x.stride(1) % x.stride(2) == 0

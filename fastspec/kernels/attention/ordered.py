@@ -20,7 +20,7 @@ takes tiles of a prompt's rows, each from the first key to the last; of few rows
 `_add_runs` adds them up. In ordered_tree.py `_runs` leaves the sums of the runs of the committed text, up to the last
 multiple of 16 (of 64 in float16), for tiles of rows; `_tail` goes on from these for each node: the keys that are left,
 the node's ancestors among them, wherever they lie, and then the sum of all runs; over a short text it does all.
-ordered_hopper.py is `_runs` for long texts on Hopper.
+ordered_hopper.py is `_runs` and `_chain` for long texts on Hopper.
 """
 
 from __future__ import annotations
@@ -121,9 +121,9 @@ def tree_attention(
     cap: float | None = None,
     launches: OrderedLaunches | None = None,
     short: int | None = None,
-    fold: bool | None = None,
+    shares: int | None = None,
 ) -> Tensor:
-    """`tree.tree_attention`, in the order that this module's docstring gives. `launches`, `short` and `fold` override
+    """`tree.tree_attention`, in the order that this module's docstring gives. `launches`, `short` and `shares` override
     how the work is cut, which changes no bit."""
     out = q.new_empty(q.shape)
     if out.numel() == 0:
@@ -140,5 +140,5 @@ def tree_attention(
     if layout.slots is None or layout.counts is None:
         chain_attention(given, found.chain)
     else:
-        nodes_attention(given, layout.slots, layout.counts, found.runs, found.tail, whole, fold)
+        nodes_attention(given, layout.slots, layout.counts, found.runs, found.tail, whole, shares)
     return out

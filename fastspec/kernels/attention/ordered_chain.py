@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fastspec.kernels.attention import ordered_hopper
 from fastspec.kernels.attention.ordered_sums import OrderedLaunch, OrderedPass, added, block, finished, step
 from fastspec.kernels.attention.parts import EMPTY, first_seen, run_of, run_start, wrapped
 from fastspec.kernels.launch import wait_for_previous
@@ -308,6 +309,9 @@ def chain_attention(given: OrderedPass, launch: OrderedLaunch) -> None:
     kv_heads, rows, pairs, runs = k.shape[1], given.rows, given.pairs, given.runs
     tiles, ends = triton.cdiv(rows, launch.block_m), (out.stride(0), prefix.stride(0))
     counts, cut = (given.scale2, nodes, given.extent), {"BLOCK_M": launch.block_m, **given.options(launch)}
+    if ordered_hopper.fits(given, True):
+        ordered_hopper.chain(given)
+        return
     if rows > LONG_CHAIN:
         _chain[(tiles, pairs)](q, k, v, out, prefix, sinks, *counts, kv_heads, given.strides, *ends, **cut)
         return

@@ -1,170 +1,139 @@
-"""The runs of `ordered.py` on Hopper, at the speed of its tensor cores: warps that load, and two groups of warps that
+"""Long texts of `ordered.py` on Hopper, at the speed of its tensor cores: warps that load, and two groups of warps that
 compute, as in hopper.py.
 
 Names and the order of sums are those of ordered.py. A tile has two halves of BLOCK_M matrix rows, each with a group of
 four warps; one more warp brings the full blocks of a text through tensor descriptors, and both halves read them from
-shared memory. The end of a text that is no full block each half loads by pointers: slots behind it may hold anything.
-In bf16 alone, where a maximum may be raised at every block. Gluon has no interpreter: tested on the GPU alone, beside
-`_runs` of ordered_tree.py, to the bit.
+shared memory. What is no full block, or not seen by all, each half loads by pointers: slots behind it may hold
+anything. The sum of the runs that have ended is kept in shared memory, and that of the run that goes on in registers:
+a program adds up all the runs of a text, or where there are few programs those of its begin, and leaves the sums of
+the others. In bf16 alone, where a maximum may be raised at every block. Gluon has no interpreter: these kernels are
+tested on the GPU, beside those of ordered_tree.py and ordered_chain.py, to the bit, and elsewhere by
+tests/helpers/gluon.py.
 """
 
 from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared as fence
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma as mma
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait as mma_wait
 
 from fastspec.kernels.attention import hopper
-from fastspec.kernels.attention.hopper import BLOCK_M, BLOCK_N, STAGES, TILE, descriptor, load_lines, produce
-from fastspec.kernels.attention.ordered_sums import OrderedPass
-from fastspec.kernels.attention.parts import EMPTY, GRID, run_of, run_start
+from fastspec.kernels.attention.hopper import BLOCK_M, BLOCK_N, STAGES, TILE, descriptor, produce
+from fastspec.kernels.attention.ordered_hopper_sums import (
+    ONES,
+    ROWS,
+    SCORES,
+    SUMS,
+    block_at,
+    by_rows,
+    empty,
+    end_run,
+    keep,
+    shared_memory,
+    wait_for_own,
+    whole_blocks,
+)
+from fastspec.kernels.attention.ordered_sums import MOST_SUMS, OrderedPass, runs_of
+from fastspec.kernels.attention.parts import run_start, share_of
 from fastspec.kernels.launch import dependent
 
-ONES = 8
-"""Columns of ones that weights are added up by: the fewest of a product."""
-
-
-@gluon.jit
-def _weigh(b_s, b_max, scale2, m_seen, MASKED: gl.constexpr):
-    """Scores to weights, the new maximum, and what sums so far are worth by it."""
-    b_t = gl.fma(b_s, gl.full_like(b_s, 1.0) * scale2, gl.full_like(b_s, GRID))
-    if MASKED:
-        b_t = gl.where(m_seen, b_t, float("-inf"))
-    b_new = gl.maximum(b_max, gl.ceil(gl.max(b_t, 1) - GRID))
-    return gl.exp2(b_t - (b_new + GRID)[:, None]), b_new, gl.exp2(b_max - b_new)
+LONG, FULL, EARLY = hopper.LONG, 100, 1024
+"""Slots from which these kernels are the faster ones; tiles of all pairs from which trees fill the GPU, and slots from
+which they are for those."""
+WAVE, BLOCK, START, SUM = 132, 1.6, 5.0, 3e-4
+"""Multiprocessors of an H200, and microseconds that a block of keys, a program beside its blocks, and a row's sums of a
+run that are written and read again take of one."""
 
 
 @gluon.jit
 def _half(
     HALF: gl.constexpr,
-    q_smem,
-    ones,
-    blocks,
+    shared,
     pointers,
     numbers,
     S_K: gl.constexpr,
     S_V: gl.constexpr,
-    FOLD: gl.constexpr,
+    SHARED: gl.constexpr,
     FINE: gl.constexpr,
 ):
     """One half of a tile: the runs from `run` on, before `past`, of a text that ends at `end`, of which the producer
-    brings full blocks. Pointers are those of the program's pair and first part."""
-    k_smem, v_smem, k_full, k_free, v_full, v_free = blocks
+    brings `count` full blocks. Pointers are those of the program's pair."""
     p_k, p_v, p_part, p_state = pointers
-    scale2, run, past, end, i_tile, rows = numbers
+    scale2, run, past, end, count, lead, places, i_tile, rows = numbers
+    q_smem, ones, text, blocks = shared
+    BLOCK_M: gl.constexpr = q_smem.shape[1]
+    BLOCK_N: gl.constexpr = blocks[0].shape[1]
+    place = p_part, p_state, i_tile * (2 * BLOCK_M) + HALF * BLOCK_M, rows
+    first = run_start(run, FINE)
+    b_acc, b_max, b_sum, b_most, b_weights, number = whole_blocks(
+        HALF, shared, place, first, count, run, lead, scale2, SHARED, FINE
+    )
+    b_text, at = text.index(HALF), first + count * BLOCK_N
+    close = run_start(past, FINE)
+    if (end < close) & (end > at):
+        if at == run_start(number + 1, FINE):
+            b_most, b_weights = end_run(b_text, place, number, lead, b_acc, b_max, b_sum, b_most, b_weights, SHARED)
+            b_acc, b_max, b_sum = empty(BLOCK_M, q_smem.shape[2], ones.shape[0])
+        wait_for_own(HALF, blocks, count)
+        b_last = gl.full([BLOCK_M], 0, gl.int32, gl.SliceLayout(1, SCORES)) + (end - 1)
+        b_acc, b_max, b_sum = block_at(HALF, shared, at, end, b_last, p_k, p_v, b_acc, b_max, b_sum, scale2, S_K, S_V)
+    if end < close:
+        keep(place, places - 1, number, b_acc, *by_rows(b_max, b_sum))
+    else:
+        b_most, b_weights = end_run(b_text, place, past - 1, lead, b_acc, b_max, b_sum, b_most, b_weights, SHARED)
+    if (run == 0) & (end >= run_start(1, FINE)):
+        keep(place, run, number, b_text.load(SUMS), b_most, b_weights)
+
+
+@gluon.jit
+def _chain_half(
+    HALF: gl.constexpr,
+    shared,
+    pointers,
+    numbers,
+    S_K: gl.constexpr,
+    S_V: gl.constexpr,
+    GROUP: gl.constexpr,
+    FINE: gl.constexpr,
+):
+    """One half of a tile of a chain: `count` full blocks that the producer brings, which all rows see, and from there
+    to `end` blocks that it loads itself."""
+    p_k, p_v, p_out = pointers
+    scale2, count, prefix, end, i_tile, i_head, nodes, s_on = numbers
+    q_smem, ones, text, blocks = shared
     BLOCK_M: gl.constexpr = q_smem.shape[1]
     D: gl.constexpr = q_smem.shape[2]
-    BLOCK_N: gl.constexpr = k_smem.shape[1]
-    STAGES: gl.constexpr = k_smem.shape[0]
-    ONES: gl.constexpr = ones.shape[0]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16]
+    BLOCK_N: gl.constexpr = blocks[0].shape[1]
+    b_text = text.index(HALF)
+    first = i_tile * (2 * BLOCK_M) + HALF * BLOCK_M
+    place = p_out, p_out, first, nodes  # of runs that are written, which a chain has none of
+    none = count * 0
+    b_acc, b_max, b_sum, b_most, b_weights, number = whole_blocks(
+        HALF, shared, place, none, count, none, none, scale2, False, FINE
     )
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    TOTALS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ONES, 16])
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
-    COUNTED: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=TOTALS, k_width=2)
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])  # 16 bytes a thread
-    ROWS: gl.constexpr = gl.SliceLayout(1, SUMS)
-    dtype: gl.constexpr = q_smem.dtype
-    b_q = q_smem.index(HALF)
-    zero = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
-    b_acc = gl.zeros([BLOCK_M, D], gl.float32, SUMS)
-    b_max = gl.full([BLOCK_M], EMPTY, gl.float32, gl.SliceLayout(1, SCORES))
-    b_sum = gl.zeros([BLOCK_M, ONES], gl.float32, TOTALS)
-    o_m = i_tile * (2 * BLOCK_M) + HALF * BLOCK_M + gl.arange(0, BLOCK_M, ROWS)
+    wait_for_own(HALF, blocks, count)
+    b_last = prefix + (first + gl.arange(0, BLOCK_M, gl.SliceLayout(1, SCORES))) // GROUP
+    for at in range(count * BLOCK_N, end, BLOCK_N):
+        if at == run_start(number + 1, FINE):
+            b_most, b_weights = end_run(b_text, place, number, none, b_acc, b_max, b_sum, b_most, b_weights, False)
+            b_acc, b_max, b_sum = empty(BLOCK_M, D, ones.shape[0])
+            number += 1
+        b_acc, b_max, b_sum = block_at(HALF, shared, at, end, b_last, p_k, p_v, b_acc, b_max, b_sum, scale2, S_K, S_V)
+    b_most, b_weights = end_run(b_text, place, number, none, b_acc, b_max, b_sum, b_most, b_weights, False)
+    b_out = b_text.load(SUMS) * (1.0 / gl.where(b_weights > 0.0, b_weights, 1.0))[:, None]
+    o_m = first + gl.arange(0, BLOCK_M, ROWS)
     o_c = gl.arange(0, D, gl.SliceLayout(0, SUMS))
-    m_m = o_m < rows
-    p_sums = p_part + o_m.to(gl.int64)[:, None] * D + o_c[None, :]
-
-    done, folded = 0, 0
-    for number in range(run, past):
-        stop = gl.minimum(end, run_start(number + 1, FINE))
-        last = done + stop // BLOCK_N - run_start(number, FINE) // BLOCK_N
-        if last > done:
-            mbarrier.wait(k_full.index(done % STAGES), done // STAGES & 1)
-            b_s = mma(b_q, k_smem.index(done % STAGES).permute((1, 0)), zero, use_acc=False)
-            mbarrier.arrive(k_free.index(done % STAGES), count=1)
-            b_p, b_max, b_keep = _weigh(b_s, b_max, scale2, b_s, False)
-            b_w = gl.convert_layout(b_p.to(dtype), WEIGHTS)
-            for block in range(done + 1, last):
-                stage, before = block % STAGES, (block - 1) % STAGES
-                mbarrier.wait(k_full.index(stage), block // STAGES & 1)
-                b_s = mma(b_q, k_smem.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-                mbarrier.wait(v_full.index(before), (block - 1) // STAGES & 1)
-                b_acc = mma(b_w, v_smem.index(before), b_acc, is_async=True)
-                b_sum = mma(gl.convert_layout(b_w, COUNTED), ones.permute((1, 0)), b_sum, is_async=True)
-                b_s = mma_wait(2, deps=(b_s,))  # the scores are there, the sums of the block before go on
-                mbarrier.arrive(k_free.index(stage), count=1)
-                b_p, b_max, b_keep = _weigh(b_s, b_max, scale2, b_s, False)
-                b_next = gl.convert_layout(b_p.to(dtype), WEIGHTS)
-                b_acc, b_sum = mma_wait(0, deps=(b_acc, b_sum))
-                mbarrier.arrive(v_free.index(before), count=1)
-                b_acc = b_acc * gl.convert_layout(b_keep, ROWS)[:, None]
-                b_sum = b_sum * gl.convert_layout(b_keep, gl.SliceLayout(1, TOTALS))[:, None]
-                b_w = b_next
-            before = (last - 1) % STAGES
-            mbarrier.wait(v_full.index(before), (last - 1) // STAGES & 1)
-            b_acc = mma(b_w, v_smem.index(before), b_acc)
-            b_sum = mma(gl.convert_layout(b_w, COUNTED), ones.permute((1, 0)), b_sum)
-            mbarrier.arrive(v_free.index(before), count=1)
-            done = last
-        if FOLD:  # noqa: SIM102 - known when it is compiled
-            if stop == run_start(number + 1, FINE):
-                b_most, b_weights = gl.convert_layout(b_max, ROWS), gl.convert_layout(gl.max(b_sum, 1), ROWS)
-                if folded > 0:
-                    b_most2 = gl.load(p_state + o_m, mask=m_m, other=0.0)
-                    b_new = gl.maximum(b_most2, b_most)
-                    b_1, b_2 = gl.exp2(b_most2 - b_new), gl.exp2(b_most - b_new)
-                    b_acc = gl.load(p_sums, mask=m_m[:, None], other=0.0) * b_1[:, None] + b_acc * b_2[:, None]
-                    b_weights = gl.load(p_state + rows + o_m, mask=m_m, other=0.0) * b_1 + b_weights * b_2
-                    b_most = b_new
-                gl.store(p_sums, b_acc, mask=m_m[:, None])
-                gl.store(p_state + o_m, b_most, mask=m_m)
-                gl.store(p_state + rows + o_m, b_weights, mask=m_m)
-                folded = 1
-                b_acc = gl.zeros([BLOCK_M, D], gl.float32, SUMS)
-                b_max = gl.full([BLOCK_M], EMPTY, gl.float32, gl.SliceLayout(1, SCORES))
-                b_sum = gl.zeros([BLOCK_M, ONES], gl.float32, TOTALS)
-
-    left = end % BLOCK_N if end < run_start(past, FINE) else 0
-    if left > 0:  # each half into a place of its own, once both have left it
-        uses = (done - HALF + STAGES - 1) // STAGES
-        mbarrier.wait(k_free.index(HALF), (uses - 1) & 1)
-        mbarrier.wait(v_free.index(HALF), (uses - 1) & 1)
-        o_slot = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LINES))
-        o_d = gl.arange(0, D, gl.SliceLayout(0, LINES))
-        o_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
-        m_line = (o_slot < left)[:, None]
-        o_first = (end - left).to(gl.int64)
-        load_lines(k_smem.index(HALF), p_k + o_first * S_K + (o_slot[:, None] * S_K + o_d[None, :]), m_line)
-        async_copy.commit_group()
-        load_lines(v_smem.index(HALF), p_v + o_first * S_V + (o_slot[:, None] * S_V + o_d[None, :]), m_line)
-        async_copy.commit_group()
-        async_copy.wait_group(0)
-        fence()
-        b_s = mma(b_q, k_smem.index(HALF).permute((1, 0)), zero, use_acc=False)
-        b_p, b_max, b_keep = _weigh(b_s, b_max, scale2, (o_n < left)[None, :], True)
-        b_w = gl.convert_layout(b_p.to(dtype), WEIGHTS)
-        b_acc = b_acc * gl.convert_layout(b_keep, ROWS)[:, None]
-        b_sum = b_sum * gl.convert_layout(b_keep, gl.SliceLayout(1, TOTALS))[:, None]
-        b_acc = mma(b_w, v_smem.index(HALF), b_acc)
-        b_sum = mma(gl.convert_layout(b_w, COUNTED), ones.permute((1, 0)), b_sum)
-    if FOLD:  # behind the sum of the runs that have ended
-        p_sums += rows.to(gl.int64) * D
-        p_state += 2 * rows
-    gl.store(p_sums, b_acc, mask=m_m[:, None])
-    gl.store(p_state + o_m, gl.convert_layout(b_max, ROWS), mask=m_m)
-    gl.store(p_state + rows + o_m, gl.convert_layout(gl.max(b_sum, 1), ROWS), mask=m_m)
+    o_out = (o_m // GROUP).to(gl.int64) * s_on + (i_head * GROUP + o_m % GROUP) * D
+    gl.store(p_out + o_out[:, None] + o_c[None, :], b_out.to(q_smem.dtype), mask=(o_m < nodes * GROUP)[:, None])
 
 
-@gluon.jit(do_not_specialize=["nodes", "extent", "runs", "kv_heads", "r_kb", "r_kh", "r_vb", "r_vh"])
+@gluon.jit(do_not_specialize=["nodes", "extent", "places", "shares", "kv_heads", "r_kb", "r_kh", "r_vb", "r_vh"])
 def _hopper_runs(
     p_q,
     p_k,
@@ -177,7 +146,8 @@ def _hopper_runs(
     scale2,
     nodes,
     extent,
-    runs,
+    places,
+    shares,
     kv_heads,
     r_kb,
     r_kh,
@@ -190,108 +160,190 @@ def _hopper_runs(
     S_K: gl.constexpr,
     S_V: gl.constexpr,
     GROUP: gl.constexpr,
-    D: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    ONES: gl.constexpr,
+    SIZES: gl.constexpr,
     GRAIN: gl.constexpr,
-    FOLD: gl.constexpr,
+    SHARED: gl.constexpr,
     FINE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """`ordered_tree._runs` without spans and caps."""
+    """`ordered_tree._runs` of a share of the runs, without spans and caps."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    dtype: gl.constexpr = p_q.dtype.element_ty
-    i_tile, i_pair = gl.program_id(0), gl.program_id(1)
-    run = runs - 1 - gl.program_id(2)  # the longest first
+    i_tile, i_pair, i_share = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     i_row, i_head = i_pair // kv_heads, i_pair % kv_heads
     rows = nodes * GROUP
     end = gl.minimum(gl.load(p_prefix + i_row.to(gl.int64) * s_p), extent).to(gl.int32) // GRAIN * GRAIN
-    o_part = (i_pair * runs + run).to(gl.int64) * rows
-    past = run + 1
-    if FOLD:
-        run = 0
-        o_part = (i_pair * 2).to(gl.int64) * rows
-        past = run_of(gl.maximum(end, 1) - 1, FINE) + 1
-    if run_start(run, FINE) >= end:
+    run, past = share_of(end, i_share, shares, FINE), share_of(end, i_share + 1, shares, FINE)
+    if run >= past:
         return
+    lead = share_of(end, 1, shares, FINE)
     first = run_start(run, FINE)
-    count = gl.minimum(end, run_start(past, FINE)) // BLOCK_N - first // BLOCK_N
-
-    q_smem = gl.allocate_shared_memory(
-        dtype, [2, BLOCK_M, D], gl.NVMMASharedLayout.get_default_for([BLOCK_M, D], dtype)
-    )
-    blocks = hopper.places(d_k, d_v, dtype, BLOCK_N, D, STAGES)
-    ones = gl.allocate_shared_memory(
-        dtype, [ONES, BLOCK_N], gl.NVMMASharedLayout.get_default_for([ONES, BLOCK_N], dtype)
-    )
-    hopper.keep_queries(q_smem, p_q, i_row, i_tile, i_head, rows, s_qb, s_qn, s_qh, GROUP)
-    ones.store(gl.full([ONES, BLOCK_N], 1.0, dtype, gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])))
-    fence()
+    count = gl.minimum(end, run_start(past, FINE)) // SIZES[1] - first // SIZES[1]
+    shared = shared_memory(p_q, d_k, d_v, i_row, i_tile, i_head, rows, s_qb, s_qn, s_qh, GROUP, SIZES)
     k_line, v_line = i_row * r_kb + i_head * r_kh, i_row * r_vb + i_head * r_vh
     p_k += k_line.to(gl.int64) * S_K
     p_v += v_line.to(gl.int64) * S_V
-    p_part += o_part * D
-    p_state += 2 * o_part
+    o_pair = (i_pair * places).to(gl.int64) * rows
+    p_part += o_pair * SIZES[2]
+    p_state += 2 * o_pair
     pointers = p_k, p_v, p_part, p_state
-    numbers = scale2, run, past, end, i_tile, rows
+    numbers = scale2, run, past, end, count, lead, places, i_tile, rows
     gl.warp_specialize(
         [
-            (_half, (0, q_smem, ones, blocks, pointers, numbers, S_K, S_V, FOLD, FINE)),
-            (_half, (1, q_smem, ones, blocks, pointers, numbers, S_K, S_V, FOLD, FINE)),
-            (produce, (d_k, d_v, blocks, k_line + first, v_line + first, count)),
+            (_half, (0, shared, pointers, numbers, S_K, S_V, SHARED, FINE)),
+            (_half, (1, shared, pointers, numbers, S_K, S_V, SHARED, FINE)),
+            (produce, (d_k, d_v, shared[3], k_line + first, v_line + first, count)),
         ],
         [4, 1],
         [240, 24],
     )
 
 
-def fits(q: Tensor, k: Tensor, v: Tensor, rows: int, reach: int) -> bool:
-    """`hopper.fits`, and bf16."""
-    return q.dtype == torch.bfloat16 and hopper.fits(q, k, v, rows, reach)
+@gluon.jit(do_not_specialize=["nodes", "extent", "kv_heads", "r_kb", "r_kh", "r_vb", "r_vh"])
+def _hopper_chain(
+    p_q,
+    p_k,
+    p_v,
+    d_k,
+    d_v,
+    p_out,
+    p_prefix,
+    scale2,
+    nodes,
+    extent,
+    kv_heads,
+    r_kb,
+    r_kh,
+    r_vb,
+    r_vh,
+    s_qb,
+    s_qn,
+    s_qh,
+    s_ob,
+    s_on,
+    s_p,
+    S_K: gl.constexpr,
+    S_V: gl.constexpr,
+    GROUP: gl.constexpr,
+    SIZES: gl.constexpr,
+    FINE: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """`ordered_chain._chain` without spans, sinks and caps."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    i_tile, i_pair = gl.num_programs(0) - 1 - gl.program_id(0), gl.program_id(1)
+    i_row, i_head = i_pair // kv_heads, i_pair % kv_heads
+    rows = nodes * GROUP
+    prefix = gl.minimum(gl.load(p_prefix + i_row.to(gl.int64) * s_p), extent).to(gl.int32)
+    end = gl.minimum(prefix + (gl.minimum((i_tile + 1) * (2 * SIZES[0]), rows) - 1) // GROUP + 1, extent)
+    count = gl.minimum(prefix + i_tile * (2 * SIZES[0]) // GROUP + 1, end) // SIZES[1]
+    shared = shared_memory(p_q, d_k, d_v, i_row, i_tile, i_head, rows, s_qb, s_qn, s_qh, GROUP, SIZES)
+    k_line, v_line = i_row * r_kb + i_head * r_kh, i_row * r_vb + i_head * r_vh
+    p_k += k_line.to(gl.int64) * S_K
+    p_v += v_line.to(gl.int64) * S_V
+    p_out += i_row.to(gl.int64) * s_ob
+    pointers = p_k, p_v, p_out
+    numbers = scale2, count, prefix, end, i_tile, i_head, nodes, s_on
+    gl.warp_specialize(
+        [
+            (_chain_half, (0, shared, pointers, numbers, S_K, S_V, GROUP, FINE)),
+            (_chain_half, (1, shared, pointers, numbers, S_K, S_V, GROUP, FINE)),
+            (produce, (d_k, d_v, shared[3], k_line, v_line, count)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
 
 
-def launch(given: OrderedPass, part: Tensor, state: Tensor, fold: bool) -> None:
-    """Fill part [pairs, runs, rows, D] and state [pairs, runs, 2, rows], or with `fold` two parts of each, as `_runs`
-    of ordered_tree.py does; operands as `fits` takes them."""
-    q, k, v, prefix = given.q, given.k, given.v, given.tree.prefix
-    nodes, kv_heads, size = q.shape[1], k.shape[1], q.shape[3]
-    group = q.shape[2] // kv_heads
+def programs_of(given: OrderedPass) -> int:
+    """Tiles of all pairs."""
+    return -(-given.rows // TILE) * given.pairs
+
+
+def fits(given: OrderedPass, chain: bool) -> bool:
+    """True where these kernels take a pass: `hopper.fits`, in bf16 and without spans, sinks and caps."""
+    plain = given.tree.span is None and given.sinks is None and given.cap is None
+    least = LONG if chain or programs_of(given) < FULL else EARLY
+    half = given.q.dtype == torch.bfloat16
+    return plain and half and hopper.fits(given.q, given.k, given.v, given.rows, given.extent, least)
+
+
+def places_of(shares: int, extent: int, fine: bool) -> int:
+    """Sums that so many shares of a text leave at most: one of the first share, of each run after it, of an open
+    run."""
+    return 2 if shares == 1 else runs_of(extent, fine) - runs_of(max(1, extent // shares), fine) + 3
+
+
+@lru_cache
+def shares_of(programs: int, rows: int, extent: int, fine: bool) -> int:
+    """The shares that the runs of a text are cut into, of so many tiles of all pairs, which have so many matrix rows:
+    the first is added up where it is read, of the others each run's sums are written and read again."""
+
+    def cost(shares: int) -> float:
+        waves, sums = -(-programs * shares // WAVE), (places_of(shares, extent, fine) - 2) * rows
+        return waves * (extent / BLOCK_N / shares * BLOCK + START) + (sums * SUM if sums < MOST_SUMS else math.inf)
+
+    return min(range(1, WAVE // 4), key=cost)
+
+
+def _operands(given: OrderedPass) -> tuple[tuple[Any, ...], tuple[int, ...], dict[str, Any]]:
+    """Operands of both kernels, heads and strides of theirs, and what they are compiled for."""
+    q, k, v = given.q, given.k, given.v
     (r_kb, r_kh), (r_vb, r_vh) = ((x.stride(0) // x.stride(2), x.stride(1) // x.stride(2)) for x in (k, v))
-    _hopper_runs[(-(-nodes * group // TILE), len(q) * kv_heads, 1 if fold else given.runs)](
-        q,
-        k,
-        v,
-        descriptor(k),
-        descriptor(v),
+    return (
+        (q, k, v, descriptor(k), descriptor(v)),
+        (k.shape[1], r_kb, r_kh, r_vb, r_vh, *q.stride()[:3]),
+        {
+            "S_K": k.stride(2),
+            "S_V": v.stride(2),
+            "GROUP": given.tree.group,
+            "SIZES": (BLOCK_M, BLOCK_N, q.shape[3], STAGES, ONES),
+            "FINE": given.fine,
+            "num_warps": 4,
+            **dependent(q.device),
+        },
+    )
+
+
+def launch(given: OrderedPass, part: Tensor, state: Tensor, shares: int) -> None:
+    """Fill part [pairs, P, rows, D] and state [pairs, P, 2, rows], as `ordered_tree._tail` reads them of so many
+    shares; operands as `fits` takes them."""
+    operands, counts, options = _operands(given)
+    prefix, nodes = given.tree.prefix, given.q.shape[1]
+    _hopper_runs[(-(-given.rows // TILE), given.pairs, shares)](
+        *operands,
         part,
         state,
         prefix,
         given.scale2,
         nodes,
         given.extent,
-        given.runs,
-        kv_heads,
-        r_kb,
-        r_kh,
-        r_vb,
-        r_vh,
-        *q.stride()[:3],
+        part.shape[1],
+        shares,
+        *counts,
         prefix.stride(0),
-        S_K=k.stride(2),
-        S_V=v.stride(2),
-        GROUP=group,
-        D=size,
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=BLOCK_N,
-        STAGES=STAGES,
-        ONES=ONES,
         GRAIN=given.grain,
-        FOLD=fold,
-        FINE=given.fine,
-        num_warps=4,
-        **dependent(q.device),
+        SHARED=shares > 1,
+        **options,
+    )
+
+
+def chain(given: OrderedPass) -> None:
+    """Fill the pass's output, of nodes that each see the ones before; operands as `fits` takes them."""
+    operands, counts, options = _operands(given)
+    prefix, out = given.tree.prefix, given.out
+    _hopper_chain[(-(-given.rows // TILE), given.pairs)](
+        *operands,
+        out,
+        prefix,
+        given.scale2,
+        given.q.shape[1],
+        given.extent,
+        *counts,
+        *out.stride()[:2],
+        prefix.stride(0),
+        **options,
     )

@@ -21,6 +21,9 @@ from fastspec.kernels.launch import dependent, stages_within
 FEW_HEADS = 4
 """Key heads up to which a text has runs of half the length: else most of the GPU would wait for a few programs."""
 
+MOST_SUMS = 600_000
+"""Sums of matrix rows that a pass writes at most: more would take too much memory."""
+
 _LOG2E = tl.constexpr(LOG2E)
 
 

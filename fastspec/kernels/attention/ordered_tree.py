@@ -11,15 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from fastspec.kernels.attention import ordered_hopper
-from fastspec.kernels.attention.ordered_sums import OrderedLaunch, OrderedPass, added, block, finished, step
-from fastspec.kernels.attention.parts import EMPTY, GRID, first_seen, run_of, run_start, tanh, wrapped
+from fastspec.kernels.attention.ordered_sums import MOST_SUMS, OrderedLaunch, OrderedPass, added, block, finished, step
+from fastspec.kernels.attention.parts import EMPTY, GRID, first_seen, run_of, run_start, share_of, tanh, wrapped
 from fastspec.kernels.launch import dependent, wait_for_previous
 
 EACH = 8
 """Runs that are read at once to be added, by four warps."""
-FOLDED, MOST_SUMS = 15_000, 600_000
-"""Matrix rows of all pairs, and sums of them over runs, from which one program takes all runs of a tile's text: there
-are enough of them, or sums would take too much memory."""
+FOLDED = 15_000
+"""Matrix rows of all pairs from which one program takes all runs of a tile's text: there are enough of them."""
 
 
 @triton.jit(do_not_specialize=["nodes", "extent", "runs", "kv_heads"])
@@ -180,7 +179,7 @@ def _turned(b_s, b_v, m_key, b_acc, b_max, b_sum, scale2, b_ones, CAP: tl.conste
     return b_acc, b_new, b_sum
 
 
-@triton.jit(do_not_specialize=["nodes", "extent", "runs", "kv_heads", "s_sb", "s_sn", "s_c"])
+@triton.jit(do_not_specialize=["nodes", "extent", "places", "shares", "kv_heads", "s_sb", "s_sn", "s_c"])
 def _tail(
     p_q,
     p_k,
@@ -195,7 +194,8 @@ def _tail(
     scale2,
     nodes,
     extent,
-    runs,
+    places,
+    shares,
     kv_heads,
     strides,
     s_ob,
@@ -222,7 +222,8 @@ def _tail(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One node of one pair: what `_runs` has not read (with WHOLE: everything), and the sum of all runs."""
+    """One node of one pair: what `_runs` has not read (with WHOLE: everything), and the sum of all runs. With FOLD the
+    first share of the text's runs is one sum, and what has not ended stands last."""
     s_qb, s_qn, s_qh, s_kb, s_kh, s_vb, s_vh = strides
     if WHOLE:
         wait_for_previous(PDL)
@@ -270,11 +271,14 @@ def _tail(
         left = run_of(tl.maximum(begin, 1) - 1, FINE) + (begin > 0)  # runs that were left, the last open or not
         past = tl.where(begin < run_start(left, FINE), left - 1, left)
         rows = nodes * GROUP
-        part, parts = (tl.minimum(past, 1), 2) if FOLD else (past, runs)
-        p_part += (tl.cast(i_pair * parts, tl.int64) * rows + node * GROUP + o_m)[None, :] * D + o_d[:, None]
-        p_state += tl.cast(i_pair * parts, tl.int64) * 2 * rows + node * GROUP + o_m
+        part, left_open = past, past
+        if FOLD:
+            part = tl.minimum(past, 1 + tl.maximum(past - share_of(begin, 1, shares, FINE), 0))
+            left_open = places - 1
+        p_part += (tl.cast(i_pair * places, tl.int64) * rows + node * GROUP + o_m)[None, :] * D + o_d[:, None]
+        p_state += tl.cast(i_pair * places, tl.int64) * 2 * rows + node * GROUP + o_m
         if past < left:  # the run that has been left open
-            o_run = tl.cast(parts - 1 if FOLD else past, tl.int64) * rows
+            o_run = tl.cast(left_open, tl.int64) * rows
             b_acc = tl.load(p_part + o_run * D, mask=m_out, other=0.0)
             b_max = tl.load(p_state + 2 * o_run, mask=m_m, other=EMPTY)
             b_sum += tl.load(p_state + 2 * o_run + rows, mask=m_m, other=0.0)[None, :]
@@ -355,19 +359,29 @@ def nodes_attention(
     read: OrderedLaunch,
     end: OrderedLaunch,
     whole: bool,
-    fold: bool | None,
+    shares: int | None,
 ) -> None:
     """Fill the pass's output, of nodes that see their ancestors: by the launches of `_runs` and of `_tail`, or where
-    that does all, of `_tail` alone."""
+    that does all, of `_tail` alone. `shares` is 1 where one program takes all runs of a tile, 0 where each takes one,
+    and on Hopper how many take them."""
     q, k, v, out, prefix, sinks = given.q, given.k, given.v, given.out, given.tree.prefix, given.sinks
     nodes, kv_heads, rows, pairs, runs = q.shape[1], k.shape[1], given.rows, given.pairs, given.runs
-    if fold is None:
-        fold = pairs * rows >= FOLDED or pairs * rows * runs >= MOST_SUMS
-    plain = given.tree.span is None and sinks is None and given.cap is None
-    places = given.scale2, nodes, given.extent, runs, kv_heads, given.strides
-    part, state = (out, out) if whole else given.parts(2 if fold else runs)
-    if not whole and plain and ordered_hopper.fits(q, k, v, rows, given.extent):
-        ordered_hopper.launch(given, part, state, fold)
+    hopper = not whole and ordered_hopper.fits(given, False)
+    if hopper:
+        shares = shares or ordered_hopper.shares_of(
+            ordered_hopper.programs_of(given), rows * pairs, given.extent, given.fine
+        )
+    elif shares is None:
+        shares = int(pairs * rows >= FOLDED or pairs * rows * runs >= MOST_SUMS)
+    else:
+        shares = min(shares, 1)
+    fold = shares > 0
+    sizes, places = (given.scale2, nodes, given.extent), runs
+    if fold:
+        places = ordered_hopper.places_of(shares, given.extent, given.fine)
+    part, state = (out, out) if whole else given.parts(places)
+    if hopper:
+        ordered_hopper.launch(given, part, state, shares)
     elif not whole:
         _runs[(triton.cdiv(rows, read.block_m), pairs, 1 if fold else runs)](
             q,
@@ -377,7 +391,10 @@ def nodes_attention(
             state,
             prefix,
             counts,
-            *places,
+            *sizes,
+            runs,
+            kv_heads,
+            given.strides,
             prefix.stride(0),
             BLOCK_M=read.block_m,
             GRAIN=given.grain,
@@ -395,14 +412,18 @@ def nodes_attention(
         slots,
         counts,
         sinks,
-        *places,
+        *sizes,
+        places,
+        shares,
+        kv_heads,
+        given.strides,
         out.stride(0),
         prefix.stride(0),
         *slots.stride()[:2],
         counts.stride(0),
         BLOCK_M=max(8, triton.next_power_of_2(given.tree.group)),
         GRAIN=given.grain,
-        EACH=1 if fold else EACH * end.warps // 4,
+        EACH=1 if shares == 1 else EACH * end.warps // 4,
         WHOLE=whole,
         FOLD=fold,
         **given.options(end),

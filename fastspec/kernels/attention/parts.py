@@ -49,6 +49,18 @@ def run_start(run, FINE: tl.constexpr):
 
 
 @triton.jit
+def share_of(end, share, shares, FINE: tl.constexpr):
+    """The first run of a share of a text up to `end`, cut where runs begin into shares of about one length; the first
+    has a run at least, and share `shares` none."""
+    runs = run_of(tl.maximum(end, 1) - 1, FINE) + (end > 0)
+    cut = tl.cast(tl.cast(end, tl.int64) * share // shares, tl.int32)
+    run = run_of(cut, FINE)
+    run += 2 * cut >= run_start(run, FINE) + run_start(run + 1, FINE)  # the nearest
+    run = tl.where(share >= shares, runs, tl.maximum(run, 1))
+    return tl.where(share == 0, 0, tl.minimum(run, runs))
+
+
+@triton.jit
 def wrapped(start, o_n, RING: tl.constexpr):
     """The slots of a ring that a block of slots stands in, from `start` on, itself in the ring; a block is no longer
     than the ring."""
