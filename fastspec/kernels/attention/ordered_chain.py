@@ -309,7 +309,7 @@ def chain_attention(given: OrderedPass, launch: OrderedLaunch) -> None:
     kv_heads, rows, pairs, runs = k.shape[1], given.rows, given.pairs, given.runs
     tiles, ends = triton.cdiv(rows, launch.block_m), (out.stride(0), prefix.stride(0))
     counts, cut = (given.scale2, nodes, given.extent), {"BLOCK_M": launch.block_m, **given.options(launch)}
-    if ordered_hopper.fits(given, True):
+    if ordered_hopper.fits(given):
         ordered_hopper.chain(given)
         return
     if rows > LONG_CHAIN:

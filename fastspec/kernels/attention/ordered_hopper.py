@@ -44,8 +44,8 @@ from fastspec.kernels.attention.parts import run_start, share_of
 from fastspec.kernels.launch import dependent
 
 LONG, FULL, EARLY = hopper.LONG, 100, 1024
-"""Slots from which these kernels are the faster ones; tiles of all pairs from which trees fill the GPU, and slots from
-which they are for those."""
+"""Slots from which these kernels are the faster ones; tiles of all pairs that fill the GPU, and slots from which they
+are the faster ones for those. On an H200."""
 WAVE, BLOCK, START, SUM = 132, 1.6, 5.0, 3e-4
 """Multiprocessors of an H200, and microseconds that a block of keys, a program beside its blocks, and a row's sums of a
 run that are written and read again take of one."""
@@ -263,10 +263,10 @@ def programs_of(given: OrderedPass) -> int:
     return -(-given.rows // TILE) * given.pairs
 
 
-def fits(given: OrderedPass, chain: bool) -> bool:
+def fits(given: OrderedPass) -> bool:
     """True where these kernels take a pass: `hopper.fits`, in bf16 and without spans, sinks and caps."""
     plain = given.tree.span is None and given.sinks is None and given.cap is None
-    least = LONG if chain or programs_of(given) < FULL else EARLY
+    least = LONG if programs_of(given) < FULL else EARLY
     half = given.q.dtype == torch.bfloat16
     return plain and half and hopper.fits(given.q, given.k, given.v, given.rows, given.extent, least)
 

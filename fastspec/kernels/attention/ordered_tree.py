@@ -366,7 +366,7 @@ def nodes_attention(
     and on Hopper how many take them."""
     q, k, v, out, prefix, sinks = given.q, given.k, given.v, given.out, given.tree.prefix, given.sinks
     nodes, kv_heads, rows, pairs, runs = q.shape[1], k.shape[1], given.rows, given.pairs, given.runs
-    hopper = not whole and ordered_hopper.fits(given, False)
+    hopper = not whole and ordered_hopper.fits(given)
     if hopper:
         shares = shares or ordered_hopper.shares_of(
             ordered_hopper.programs_of(given), rows * pairs, given.extent, given.fine
