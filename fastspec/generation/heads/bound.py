@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
@@ -389,7 +389,7 @@ def lowered(head: BoundHead, dtype: torch.dtype | None) -> BoundHead:
     twin = head.derived.lowered
     if twin is None or twin.module.fc.weight.dtype is not dtype or not follow(twin):
         twin = head.derived.lowered = _twin(head, dtype)
-    return head if twin is None else twin
+    return twin
 
 
 @torch.no_grad()
@@ -399,7 +399,7 @@ def follow(twin: BoundHead) -> bool:
     if twin.source is None:
         return True
     head = twin.source.module
-    mine, theirs = dict(_weights(twin.module)), dict(_weights(head))
+    mine, theirs = (dict(each.named_parameters(remove_duplicate=False)) for each in (twin.module, head))
     if {name: each.shape for name, each in mine.items()} != {name: each.shape for name, each in theirs.items()}:
         return False
     for name, weight in mine.items():
@@ -411,24 +411,18 @@ def follow(twin: BoundHead) -> bool:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _twin(head: BoundHead, dtype: torch.dtype) -> BoundHead | None:
-    """A twin, or None where a head has other modules than its configuration names."""
-    with torch.device("meta"):
-        twin = EagleHead(head.config)
-    modules = dict(twin.named_modules())
-    for name, weight in _weights(head.module):
-        place, _, attribute = name.rpartition(".")
-        if place not in modules:
-            return None
-        setattr(modules[place], attribute, nn.Parameter(weight.detach().to(dtype), requires_grad=False))
-    if any(weight.is_meta for weight in twin.parameters()):
-        return None
-    _take(twin, head.module)
-    return BoundHead(twin.eval(), head.binding, head.rows, source=head)
+def _twin(head: BoundHead, dtype: torch.dtype) -> BoundHead:
+    module = head.module
+    made: dict[int, Any] = {id(module.binding): None}
+    for weight in module.parameters():
+        made[id(weight)] = nn.Parameter(weight.detach().to(dtype), requires_grad=False)
+    twin = copy.deepcopy(module, made).eval()
+    _take(twin, module)
+    return BoundHead(twin, head.binding, head.rows, source=head)
 
 
 def _take(twin: DraftHead, head: DraftHead) -> None:
-    """Share the buffers."""
+    """Share what is no weight."""
     assert isinstance(twin, EagleHead) and isinstance(head, EagleHead)
     twin.d2t, twin.inv_freq, twin.rope_scale = head.d2t, head.inv_freq, head.rope_scale
 
@@ -446,8 +440,3 @@ def _is_weights(head: DraftHead) -> bool:
         elif any(True for _ in module.parameters(recurse=False)):
             return False
     return True
-
-
-def _weights(head: DraftHead) -> Iterator[tuple[str, Tensor]]:
-    """Every weight by its name, one that two modules share under both."""
-    return head.named_parameters(remove_duplicate=False)
