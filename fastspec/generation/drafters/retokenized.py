@@ -123,9 +123,8 @@ class RetokenizingDrafter(Drafter):
     ) -> None:
         self.adaptive.judge(verdict.accepted, active)
         self.active = active
-        read_back = torch.cat((active[:, None].long(), verdict.accepted[:, None], verdict.tokens(tree)), 1)
-        for history, (going, count, *tokens) in zip(self.history, read_back.tolist(), strict=True):
-            history += tokens[: count + 1] if going else []
+        for history, emitted in zip(self.history, verdict.read(tree, active), strict=True):
+            history += emitted
 
     def _roots(self) -> Tensor:
         """The last token of every row [B]."""
