@@ -38,6 +38,7 @@ MODULES = {
     "fastspec.cascade.explain": "it is in fastspec.cascade.decisions",
     "fastspec.cascade.features": "it is in fastspec.cascade.records",
     "fastspec.cascade.stopping": "it is in fastspec.cascade.decisions",
+    "fastspec.generation.heads.rounded": "it is in fastspec.generation.heads.bound",
     "fastspec.generation.drafters.contract": "it is in fastspec.generation.drafters.base",
     "fastspec.generation.drafters.cost": "it is in fastspec.generation.drafters.policy",
     "fastspec.generation.drafters.draft_model": (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
@@ -13,7 +13,17 @@ from torch.distributed.tensor import DTensor
 
 from fastspec.errors import CheckpointError, Unsupported
 from fastspec.generation.decoder_layer import LayerFamily, is_plain
-from fastspec.generation.heads.module import FLOATS, Binding, DraftHead, EagleHead, HeadConfig, RMSNorm, drafted_ids
+from fastspec.generation.heads.module import (
+    FLOATS,
+    Binding,
+    DraftHead,
+    EagleHead,
+    HeadConfig,
+    Layer,
+    MtpHead,
+    RMSNorm,
+    drafted_ids,
+)
 from fastspec.generation.heads.rounded_linear import LINES, RoundedLinear, rounded_lines
 
 ONCE, FADES = 1 << 10, 10
@@ -162,7 +172,7 @@ class BoundHead:
         weight = self._product(lm_head)
         made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
         made.weight = nn.Parameter(weight, requires_grad=False)
-        rounds = isinstance(self.module.fc, RoundedLinear) and self.module.lm_head_map is None
+        rounds = self.module.is_rounded and self.module.lm_head_map is None
         return RoundedLinear.of(made) if rounds else made
 
     @property
@@ -303,19 +313,21 @@ def followed(head: BoundHead, target: TargetParts) -> BoundHead:
 
 
 def _misfits_now(head: BoundHead, target: TargetParts, rows: tuple[int, int]) -> list[str]:
-    reasons, config = [], head.config
-    held, borrowed, own = head.binding.embedding, head.binding.lm_head, head.binding.own_embedding
+    config, borrowed, own = head.config, head.binding.lm_head, head.binding.own_embedding
     last = int(head.module.drafted().max())
-    if last >= min(rows):
-        reasons.append(f"the head drafts tokens up to {last}")
-    if own and cast(Tensor, held.weight).shape[0] < rows[1]:
-        reasons.append(f"the head's own embedding has {cast(Tensor, held.weight).shape[0]} rows")
-    if borrowed is not None and not config.target_rows and rows[1] != config.draft_vocab_size:
-        reasons.append(f"the head drafts with the model's LM head, of {config.draft_vocab_size} tokens")
+    lines = len(cast(Tensor, head.binding.embedding.weight)) if own else rows[1]
     used = [None if own else target.embedding, None if borrowed is None else target.lm_head]
-    if any(each is not None and cast(Tensor, each.weight).shape[1] != config.hidden_size for each in used):
-        reasons.append(f"the head is {config.hidden_size} wide")
-    return reasons
+    wide = [cast(Tensor, each.weight).shape[1] for each in used if each is not None]
+    reasons = (
+        (last >= min(rows), f"the head drafts tokens up to {last}"),
+        (lines < rows[1], f"the head's own embedding has {lines} rows"),
+        (
+            borrowed is not None and not config.target_rows and rows[1] != config.draft_vocab_size,
+            f"the head drafts with the model's LM head, of {config.draft_vocab_size} tokens",
+        ),
+        (any(width != config.hidden_size for width in wide), f"the head is {config.hidden_size} wide"),
+    )
+    return [reason for holds, reason in reasons if holds]
 
 
 def check_range(weights: Mapping[str, Tensor], dtype: torch.dtype, where: str) -> None:
@@ -440,3 +452,37 @@ def _is_weights(head: DraftHead) -> bool:
         elif any(True for _ in module.parameters(recurse=False)):
             return False
     return True
+
+
+@torch.inference_mode(False)  # calls in any mode draft with it
+@torch.no_grad()
+def rounded(head: BoundHead) -> BoundHead:
+    """A copy of a head in 8 bits: its linear layers hold codes with a scale for each line, rounded once, so that later
+    changes of its weights are not seen. What it borrows of its target stays shared, and is not rounded but for the rows
+    of a draft vocabulary, which are copies. A head that is rounded already stays itself.
+
+    Raises ValueError, naming it, for a product that is no `torch.nn.Linear`.
+    """
+    module = head.module
+    if module.is_rounded:
+        return head
+    made: dict[int, Any] = {id(module.binding): None}
+    for name, layer in products(head):
+        if not isinstance(layer, nn.Linear):
+            raise ValueError(f"{name} is a {type(layer).__name__}, and torch.nn.Linear layers are rounded")
+        made[id(layer)] = RoundedLinear.of(layer)
+    return BoundHead(copy.deepcopy(module, made), head.binding, head.rows)
+
+
+def products(head: BoundHead) -> list[tuple[str, nn.Module]]:
+    """The head's own layers that are multiplied when it drafts, by their names. The matrix that makes an LM head of the
+    target's rows is not among them, nor are mixtures of experts."""
+    module, family = head.module, head.binding.family
+    mine: set[nn.Module] = {each for each in (module.fc, module.lm_head) if each is not None}
+    if isinstance(module, EagleHead):
+        for layer in cast(Iterable[Layer], module.layers):
+            attn, mlp = layer.self_attn, layer.mlp
+            mine |= {attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj}
+    elif isinstance(module, MtpHead) and family is not None:
+        mine |= set(family.products(module.layer))
+    return [(name, each) for name, each in module.named_modules() if each in mine]

@@ -286,6 +286,12 @@ class DraftHead(nn.Module):
         fc: nn.Module = self.fc
         return fc.like if isinstance(fc, RoundedLinear) else self.fc.weight
 
+    @property
+    def is_rounded(self) -> bool:
+        """True where the head's products are read in 8 bits."""
+        fc: nn.Module = self.fc
+        return isinstance(fc, RoundedLinear)
+
     def bind(self, embed_tokens: nn.Module, lm_head: nn.Module | None) -> None:
         """Take the target's embedding and, for heads without their own, its LM head, by reference."""
         if self.lm_head is None and lm_head is None:
