@@ -158,15 +158,13 @@ class ChainDrafter(Drafter):
         extent += self.nodes + 1
         fed = self._unread() if self.whole is None else self.root[:, None]
         tokens, parents, q = [self.root[:, None]], [0], []
-        survival, node = self.alive.float(), 0
+        node = 0
         self.adaptive.begin(self.alive.sum().clamp(min=1))
         while True:
             scores = self._feed(fed, extent)
             scores = scores if self.process is None else self.process(scores)
             probs = torch.softmax(scores, -1)
-            if self.length.cost:  # before the draw: a token must not decide on its own being drafted
-                survival = survival * probs.amax(-1)
-            if not self.adaptive.allows(survival):
+            if not self.adaptive.allows(probs, self.alive):
                 break
             chosen = self._choose(scores)
             tokens.append(chosen)

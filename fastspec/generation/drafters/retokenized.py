@@ -232,13 +232,8 @@ class TextDrafter(RetokenizingDrafter):
 
     def _write(self, going: Tensor) -> list[list[int]]:
         """The draft model's tokens after every row's text, as many as pay over the rows going [B]."""
-        logits, survival = self._catch_up(), going.float()
-        own: list[Tensor] = []
-        while True:
-            if self.length.cost:
-                survival = survival * torch.softmax(logits.float(), -1).amax(-1)
-            if not self.adaptive.allows(survival):
-                break
+        logits, own = self._catch_up(), list[Tensor]()
+        while self.adaptive.allows(torch.softmax(logits.float(), -1), going):
             own.append(logits.argmax(-1))
             if not self.adaptive.take():
                 break
@@ -297,16 +292,13 @@ class SharedDrafter(RetokenizingDrafter):
         root = self._roots()
         going = torch.tensor([able and bool(self.known) for able in self._encode_all()], device=self.device)
         tokens, q, own = [root], [], []
-        survival = going.float()
         logits = self._catch_up() if bool(going.any()) else None
         while logits is not None:
             scores, share = self._scores(logits)
             going = going & (share >= SHARE) & (scores > -torch.inf).any(-1)
             scores = scores.masked_fill(~going[:, None], 0)
             probs = torch.softmax(scores, -1) * going[:, None]
-            if self.length.cost:  # before the draw: a token must not decide on its own being drafted
-                survival = survival * probs.amax(-1) * share
-            if not self.adaptive.allows(survival) or not bool(going.any()):
+            if not self.adaptive.allows(probs, share) or not bool(going.any()):
                 break
             token = torch.where(going, pick_draft(scores, torch.rand(len(scores), device=self.device), self.ops), 0)
             tokens.append(token)
