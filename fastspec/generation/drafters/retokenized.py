@@ -188,7 +188,7 @@ class RetokenizingDrafter(Drafter):
 
     def _feed(self, token: Tensor, behind: int) -> Tensor:
         """Append the draft model's token [B], with `behind` drafts between the text and it -> the next logits."""
-        return self.passes(token[:, None], max(map(len, self.read)) + behind)
+        return self.passes(token[:, None], max(map(len, self.read)) + behind)[:, -1]
 
     def _keep(self, rows: Sequence[Sequence[int]]) -> None:
         """Note the draft model's tokens that were fed after the text of each row."""
