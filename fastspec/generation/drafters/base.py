@@ -430,8 +430,9 @@ def adopt(drafter: object, *, may_draw: bool) -> Drafter | None:
     if drafter is None:
         return None
     kind = type(drafter).__name__
-    methods = {name: getattr(drafter, name, None) for name in METHODS}
-    missing = [f"{name}({', '.join(METHODS[name])})" for name, method in methods.items() if not callable(method)]
+    missing = [
+        f"{name}({', '.join(takes)})" for name, takes in METHODS.items() if not callable(getattr(drafter, name, None))
+    ]
     numbers = {name: getattr(drafter, name, None) for name in NUMBERS}
     missing += [f"{name} (int, at least 1)" for name, size in numbers.items() if type(size) is not int or size < 1]
     if missing:
@@ -445,8 +446,8 @@ def adopt(drafter: object, *, may_draw: bool) -> Drafter | None:
             f"{kind} has more than a drafter's three methods: derive it from fastspec.Drafter; see there "
             f"{', '.join(more)}"
         )
-    for name, method in methods.items():
-        if method is not None and (why := why_uncallable(method, METHODS[name])) is not None:
+    for name, takes in METHODS.items():
+        if (why := why_uncallable(getattr(drafter, name), takes)) is not None:
             raise Unsupported(f"{kind} is no drafter: {why}; see fastspec.Drafter")
     return Adopted(drafter, may_draw)
 
