@@ -30,6 +30,7 @@ MODULES = {
     "fastspec.patches.assistants.packaged_heads": "it is in fastspec.patches.assistants.heads",
     "fastspec.generation.heads.lowered": "it is in fastspec.generation.heads.bound",
     "fastspec.generation.heads.fields": "it is in fastspec.generation.heads.files",
+    "fastspec.generation.heads.fit": "it is in fastspec.generation.heads.load",
     "fastspec.generation.heads.others": "it is in fastspec.generation.heads.checkpoint",
     "fastspec.gguf_reading": "it is in fastspec.models",
     "fastspec.cache_folder": "it is in fastspec.files",
@@ -37,6 +38,7 @@ MODULES = {
     "fastspec.cascade.explain": "it is in fastspec.cascade.decisions",
     "fastspec.cascade.features": "it is in fastspec.cascade.records",
     "fastspec.cascade.stopping": "it is in fastspec.cascade.decisions",
+    "fastspec.generation.heads.rounded": "it is in fastspec.generation.heads.bound",
     "fastspec.generation.drafters.contract": "it is in fastspec.generation.drafters.base",
     "fastspec.generation.drafters.cost": "it is in fastspec.generation.drafters.policy",
     "fastspec.generation.drafters.draft_model": (

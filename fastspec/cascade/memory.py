@@ -69,18 +69,6 @@ class CacheManager:
         return CacheManager(self.budget, host_budget=self.host_budget, least=self.least)
 
     @property
-    def used(self) -> int:
-        """Bytes kept on the stages' devices."""
-        with self._lock:
-            return self._held(moved=False)
-
-    @property
-    def host_used(self) -> int:
-        """Bytes moved to the CPU's memory."""
-        with self._lock:
-            return self._held(moved=True)
-
-    @property
     def stats(self) -> MemoryStats:
         return self._stats
 
@@ -143,7 +131,8 @@ class CacheManager:
             self._entries.clear()
             self._dropped.clear()
 
-    def _held(self, *, moved: bool) -> int:
+    def held(self, *, moved: bool) -> int:
+        """Bytes kept on the stages' devices, or `moved` to the CPU's memory."""
         return sum(each.size for each in self._entries if each.moved is moved)
 
     def _use(self, wanted: array[int], tokens: array[int]) -> int:
@@ -153,13 +142,13 @@ class CacheManager:
 
     def _make_room(self, size: int) -> None:
         for each in [each for each in self._entries if not each.moved]:
-            if self._held(moved=False) + size <= self.budget:
+            if self.held(moved=False) + size <= self.budget:
                 return
             self._move_out(each)
 
     def _move_out(self, entry: _Entry) -> None:
         """Move an entry to the CPU's memory, in place of some that were used before it, or drop it."""
-        free = self.host_budget - self._held(moved=True)
+        free = self.host_budget - self.held(moved=True)
         leaving = []
         for older in self._entries[: self._entries.index(entry)]:
             if older.moved and free < entry.size:
@@ -174,13 +163,13 @@ class CacheManager:
 
     def _move_back(self, entry: _Entry) -> None:
         """Move an entry back to its device, if those that have to leave it fit into the CPU's free memory."""
-        excess = self._held(moved=False) + entry.size - self.budget
+        excess = self.held(moved=False) + entry.size - self.budget
         leaving = []
         for each in self._entries:
             if not each.moved and excess > 0:
                 leaving.append(each)
                 excess -= each.size
-        if sum(each.size for each in leaving) > self.host_budget - self._held(moved=True):
+        if sum(each.size for each in leaving) > self.host_budget - self.held(moved=True):
             return
         for each in leaving:
             self._move(each, moved=True)

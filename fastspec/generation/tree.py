@@ -105,3 +105,8 @@ class Verdict:
     def tokens(self, tree: TokenTree) -> Tensor:
         """The tokens this round emits, [B, P]: accepted draft tokens, then the bonus token; the rest is padding."""
         return emitted(tree.tokens, self.path, self.accepted, self.bonus) if self.emitted is None else self.emitted
+
+    def read(self, tree: TokenTree, active: Tensor) -> list[list[int]]:
+        """The tokens that each row emits, none of one that is not active [B]. Waits for the device, once."""
+        told = torch.cat((active[:, None].long(), self.accepted[:, None], self.tokens(tree)), 1).tolist()
+        return [tokens[: accepted + 1] if goes_on else [] for goes_on, accepted, *tokens in told]

@@ -9,7 +9,6 @@ from fastspec.cascade.memory import MemoryStats
 from fastspec.generation.capture import graph_bytes
 from fastspec.generation.drafters.tree_sizes import TreeChoice
 from fastspec.generation.heads.bound import BoundHead
-from fastspec.generation.heads.rounded import is_rounded
 from fastspec.generation.stats import Stats
 from fastspec.patches.hf.compat import device_of, dtype_of, unwrapped
 from fastspec.patches.hf.layer_weights import told_formats
@@ -156,7 +155,7 @@ def report(model: Any) -> Report:
         head_bits={
             name: 8
             for name, held in session.resources.items()
-            if isinstance(held, BoundHead) and is_rounded(held.module)
+            if isinstance(held, BoundHead) and held.module.is_rounded
         },
         dequantised=told_dequantised(model),
         why_inexact=why_inexact,

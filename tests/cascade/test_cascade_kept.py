@@ -74,7 +74,7 @@ def test_a_second_turn_begins_from_the_first(model: Any, assistant: Any) -> None
     third = first_turn(manager, model, assistant, ids)
     same_as_without(manager, model, assistant, torch.cat((third, text(2, 2)), 1), third.shape[1] - 1)
     layers, heads, size = 3, 2, 16
-    assert manager.used == 2 * layers * heads * size * 4 * (
+    assert manager.held(moved=False) == 2 * layers * heads * size * 4 * (
         third.shape[1] - 1
     )  # the second turn's entry replaced the first's
 
@@ -102,7 +102,7 @@ def test_what_was_moved_to_the_cpu_and_back_or_dropped(model: Any, assistant: An
     bytes_of = 2 * 3 * 2 * 16 * 4 * 41  # 30 tokens and 11 of 12 new ones
     manager = CacheManager(bytes_of, host_budget=2 * bytes_of)
     texts = [first_turn(manager, model, assistant, text(30, seed)) for seed in (0, 1)]
-    assert (manager.used, manager.host_used, manager.stats.moves) == (bytes_of, bytes_of, 1)
+    assert (manager.held(moved=False), manager.held(moved=True), manager.stats.moves) == (bytes_of, bytes_of, 1)
     for emitted in (*texts, *texts):
         same_as_without(manager, model, assistant, torch.cat((emitted, text(3, 4)), 1), 41)
     assert manager.stats.moves == 1 + 2 * 4  # every find moved one back and the other out
@@ -130,7 +130,7 @@ def test_any_order_of_texts_gives_what_calls_without_a_past_gives(turns: Any, bu
             assert out.sequences.tolist() == expected.sequences.tolist()
             keep_past(manager, 0, out.sequences, kept_cache(out))
             texts[which] = out.sequences
-            assert manager.used <= manager.budget and manager.host_used <= manager.host_budget
+            assert manager.held(moved=False) <= manager.budget and manager.held(moved=True) <= manager.host_budget
 
 
 def test_a_model_cast_since_gets_nothing_of_the_other_dtype() -> None:
@@ -186,7 +186,7 @@ def test_caches_that_are_not_plain_are_refused_by_name() -> None:
     ):
         with pytest.raises(Unsupported, match=name):
             keep_past(manager, 0, text(20), cache)
-    assert manager.used == 0
+    assert manager.held(moved=False) == 0
 
 
 def test_a_cache_that_does_not_fit_the_text_is_refused_and_an_empty_one_keeps_nothing() -> None:
@@ -200,6 +200,6 @@ def test_a_cache_that_does_not_fit_the_text_is_refused_and_an_empty_one_keeps_no
         with pytest.raises(Unsupported, match="one row"):
             past_of(manager, 0, model, rows)
     keep_past(manager, 0, text(20), DynamicCache(config=model.config))
-    assert manager.used == 0
+    assert manager.held(moved=False) == 0
     with pytest.raises(Unsupported, match=r"20 tokens of stage 0 take 10240 bytes.* 10239 bytes"):
         keep_past(CacheManager(10239), 0, text(20), cache)

@@ -286,7 +286,7 @@ class Keeping(RuleBasedStateMachine):
             return
         manager, model = self.manager, self.model
         used, moved = model.bytes(False), model.bytes(True)
-        assert (manager.used, manager.host_used) == (used, moved)
+        assert (manager.held(moved=False), manager.held(moved=True)) == (used, moved)
         assert used <= manager.budget and moved <= manager.host_budget
         alive = {
             place: sum(size for _, where, size in self.watch.alive() if where == place) for place in ("away", "host")
@@ -311,7 +311,7 @@ def test_an_entry_larger_than_the_budget_is_refused_and_nothing_else_changes() -
         Unsupported, match=r"21 tokens of stage 0 take 168 bytes.* 160 bytes: allow at least 168.*memory=None"
     ):
         manager.keep(0, range(21), entry(21))
-    assert manager.used == 160 and manager.stats == MemoryStats()
+    assert manager.held(moved=False) == 160 and manager.stats == MemoryStats()
     found = manager.find(0, range(21))
     assert found is not None and found[0][0].shape == (1, 1, 20, 1)
 
@@ -339,7 +339,7 @@ def test_shapes_that_do_not_fit_the_tokens_are_refused(layers: Any) -> None:
     manager = CacheManager(10_000)
     with pytest.raises(Unsupported, match="20 tokens"):
         manager.keep(0, range(20), layers)
-    assert manager.used == 0
+    assert manager.held(moved=False) == 0
 
 
 def test_what_was_dropped_is_remembered_within_a_bound_and_forgotten_by_clear() -> None:
@@ -351,7 +351,7 @@ def test_what_was_dropped_is_remembered_within_a_bound_and_forgotten_by_clear() 
         assert manager.find(0, [first] * 21) is None
     assert manager.stats.recomputes == memory.DROPPED  # the first one dropped is forgotten
     manager.clear()
-    assert manager.used == 0 and manager.find(0, [memory.DROPPED] * 21) is None
+    assert manager.held(moved=False) == 0 and manager.find(0, [memory.DROPPED] * 21) is None
     assert manager.stats.recomputes == memory.DROPPED and manager.stats.hits == 0
 
 
@@ -369,19 +369,19 @@ def test_what_comes_back_makes_no_more_leave_than_it_needs() -> None:
         manager.keep(
             0, [first] * count, entry(count)
         )  # the first three fill the budget, and the last takes the place of two
-    assert (manager.used, manager.host_used, manager.stats.moves) == (480, 320, 2)
+    assert (manager.held(moved=False), manager.held(moved=True), manager.stats.moves) == (480, 320, 2)
     manager.find(0, [2] * 20)
     manager.find(0, [0] * 20)  # the last one would have to leave, which is larger than what is free of the CPU's memory
-    assert (manager.used, manager.host_used, manager.stats.moves) == (480, 320, 2)
+    assert (manager.held(moved=False), manager.held(moved=True), manager.stats.moves) == (480, 320, 2)
     manager.find(0, [3] * 20)
     manager.find(0, [0] * 20)  # now in place of one of its own size
-    assert (manager.used, manager.host_used, manager.stats.moves) == (480, 320, 4)
+    assert (manager.held(moved=False), manager.held(moved=True), manager.stats.moves) == (480, 320, 4)
 
 
 def test_sixteen_tokens_are_the_least_by_default() -> None:
     manager = CacheManager(1000)
     manager.keep(0, range(15), entry(15))
-    assert manager.used == 0
+    assert manager.held(moved=False) == 0
     manager.keep(0, range(40), entry(40))
     assert manager.find(0, range(16)) is None  # the last token has to be fed
     assert manager.find(0, range(17)) is not None
@@ -392,9 +392,15 @@ def test_a_deep_copy_starts_empty() -> None:
     manager = CacheManager(1000, host_budget=500, least=7)
     manager.keep(0, range(20), entry(20))
     twin = copy.deepcopy(manager)
-    assert (twin.budget, twin.host_budget, twin.least, twin.used, twin.stats) == (1000, 500, 7, 0, MemoryStats())
+    assert (twin.budget, twin.host_budget, twin.least, twin.held(moved=False), twin.stats) == (
+        1000,
+        500,
+        7,
+        0,
+        MemoryStats(),
+    )
     twin.keep(0, range(30), entry(30))
-    assert (manager.used, twin.used) == (160, 240)
+    assert (manager.held(moved=False), twin.held(moved=False)) == (160, 240)
 
 
 def test_what_is_kept_in_inference_mode_can_be_written_into_outside() -> None:
@@ -452,4 +458,4 @@ def test_threads_take_turns() -> None:
         for each in threads:
             each.join()
     assert not wrong
-    assert manager.used <= manager.budget and manager.host_used <= manager.host_budget
+    assert manager.held(moved=False) <= manager.budget and manager.held(moved=True) <= manager.host_budget

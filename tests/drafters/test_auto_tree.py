@@ -26,7 +26,7 @@ from fastspec.default_trees import BATCH_TREES, CPP_TREE, DEFAULT_TREES, MOST_NO
 from fastspec.errors import Unsupported
 from fastspec.generation import sequence_state
 from fastspec.generation.capture import SPENT
-from fastspec.generation.drafters.base import Drafter
+from fastspec.generation.drafters.base import Drafter, RootsOnly
 from fastspec.generation.drafters.dynamic_tree import trees_of
 from fastspec.generation.drafters.head_drafter import RestingDrafter
 from fastspec.generation.drafters.tree_sizes import TreeSizes
@@ -263,7 +263,7 @@ def test_another_size_in_every_round_on_a_gpu(forced, monkeypatch, kind, rounds)
     target, head = MAKERS[kind]
     plain, model = target().cuda(), target().cuda()
     fastspec.patch(model, eagle3=head(model).cuda())
-    monkeypatch.setattr(Drafter, "backlog", 20)  # which a head reads while a round is in flight
+    monkeypatch.setattr(RootsOnly, "backlog", 20)  # which a head reads while a round is in flight
     taken = forced(rounds=rounds)
     for lengths in ((7,), (9, 3, 1)):
         inputs = {name: ids.cuda() for name, ids in prompts(*lengths).items()}
@@ -287,7 +287,7 @@ def test_a_head_reads_what_was_emitted_without_it(forced, monkeypatch, captured)
     did than it keeps features of, and in rows that end."""
     if captured:
         stand_in(monkeypatch)
-    monkeypatch.setattr(Drafter, "backlog", 7)
+    monkeypatch.setattr(RootsOnly, "backlog", 7)
     model = bigram()
     pair = unpatched("bigram"), fastspec.patch(model, eagle3=seer(model))
     for order in ((4, *(0,) * 20), (0, 1), (0, 0, 0, 0, 0, 0, 0, 4, 4)):
@@ -304,7 +304,7 @@ def test_a_head_reads_what_was_emitted_without_it(forced, monkeypatch, captured)
 def test_a_head_reads_it_while_rounds_go_on(forced, monkeypatch, lengths):
     """No round waits for it: the next one is in flight. What a call ends with nobody reads."""
     stand_in(monkeypatch)
-    monkeypatch.setattr(Drafter, "backlog", 7)
+    monkeypatch.setattr(RootsOnly, "backlog", 7)
     read: list[tuple[int, bool]] = []
     hand_over, engines = RestingDrafter.hand_over, []
     monkeypatch.setattr(assembly, "new_engine", lambda plan: engines.append(new_engine(plan)) or engines[-1])
@@ -433,7 +433,7 @@ def test_the_device_counts_the_rounds_that_the_host_counts(forced, counted, monk
     """In calls of all lengths on engines that are kept, which end by length or by an end token with a round in flight,
     and in the middle of which graphs are captured, and captured anew in larger buffers."""
     stand_in(monkeypatch, Looked)
-    monkeypatch.setattr(Drafter, "backlog", 21)
+    monkeypatch.setattr(RootsOnly, "backlog", 21)
     monkeypatch.setattr(sequence_state, "FIRST_SLOTS", 64)
     model = bigram()
     pair = unpatched("bigram"), fastspec.patch(model, eagle3=seer(model))
@@ -446,7 +446,7 @@ def test_the_device_counts_the_rounds_that_the_host_counts(forced, counted, monk
 
 def test_it_does_where_prompts_come_and_go(forced, counted, monkeypatch):
     stand_in(monkeypatch, Looked)
-    monkeypatch.setattr(Drafter, "backlog", 21)
+    monkeypatch.setattr(RootsOnly, "backlog", 21)
     forced((0, 0, 0, 0, 4), 7)
     model = bigram()
     plain, patched = bigram(), fastspec.patch(model, eagle3=seer(model))
@@ -511,7 +511,7 @@ def test_a_head_s_cache_is_that_of_rounds_that_all_draft(forced, monkeypatch, ca
     """Keys and values of every pair, and the states that it drafts from, row by row."""
     if captured:
         stand_in(monkeypatch)
-    monkeypatch.setattr(Drafter, "backlog", 9)
+    monkeypatch.setattr(RootsOnly, "backlog", 9)
     monkeypatch.setattr(Engine, "forget", Engine.settle)  # a call ends without what nobody drafts after
     made: list[Any] = []
     monkeypatch.setattr(assembly, "new_engine", lambda plan: made.append(new_engine(plan)) or made[-1])

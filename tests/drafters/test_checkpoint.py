@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 from fastspec.errors import CheckpointError
 from fastspec.generation.heads import dialects
 from fastspec.generation.heads.bound import Sizes
-from fastspec.generation.heads.fit import Reading, fitted, override, with_taps
-from fastspec.generation.heads.load import build_head, read_checkpoint
+from fastspec.generation.heads.load import Reading, build_head, fitted, override, read_checkpoint, with_taps
 
 
 @pytest.fixture

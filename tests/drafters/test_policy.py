@@ -19,11 +19,11 @@ CPU = torch.device("cpu")
 
 
 def test_a_confidence_is_never_taken_for_more_than_it_says() -> None:
-    adaptive, half, running = AdaptiveLength(Length(9, 0.1), CPU), torch.tensor([0.5]), torch.tensor([True])
+    adaptive, half, running = AdaptiveLength(Length(9, 0.1), CPU), torch.tensor([[0.5, 0.2]]), torch.tensor([True])
 
     def weighed() -> tuple[float, float]:
         adaptive.begin(1)
-        adaptive.allows(half)
+        adaptive.allows(half, running)
         return adaptive.confidence, adaptive.chance
 
     assert weighed() == (0.5, 0.5)

@@ -37,8 +37,7 @@ import fastspec
 from fastspec.errors import CheckpointError
 from fastspec.generation.heads.bound import Sizes
 from fastspec.generation.heads.checkpoint import HeadCheckpoint
-from fastspec.generation.heads.fit import Reading, fitted, override, with_taps
-from fastspec.generation.heads.load import build_head, is_copy, read_checkpoint
+from fastspec.generation.heads.load import Reading, build_head, fitted, is_copy, override, read_checkpoint, with_taps
 from fastspec.generation.heads.module import Binding
 from fastspec.patches.assistants.heads import inspect_head, load_head
 

@@ -19,8 +19,7 @@ import fastspec
 from fastspec.default_trees import TreeShape
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.head_drafter import EagleDrafter
-from fastspec.generation.heads.bound import BoundHead
-from fastspec.generation.heads.rounded import is_rounded, rounded
+from fastspec.generation.heads.bound import BoundHead, rounded
 from fastspec.generation.heads.rounded_linear import LINES, RoundedLinear
 from fastspec.kernels.native import build
 from fastspec.kernels.quantised.reference import E4M3, INT8, dequantised
@@ -84,7 +83,7 @@ def test_drafts_are_those_of_the_weights_that_the_codes_stand_for(over: dict[str
     head = bound(model, **over)
     before = {name: weight.clone() for name, weight in head.module.state_dict().items()}
     twin, same = rounded(head), copy.deepcopy(head)
-    assert is_rounded(twin.module) and rounded(twin) is twin and twin.binding is head.binding
+    assert twin.module.is_rounded and rounded(twin) is twin and twin.binding is head.binding
     assert not any(isinstance(each, RoundedLinear) for each in (*model.modules(), *head.module.modules()))
     for name, layer in twin.module.named_modules():
         if isinstance(layer, RoundedLinear):

@@ -15,7 +15,7 @@ from fastspec.generation.drafters.given_text import GivenText
 from fastspec.generation.engine import batching
 from fastspec.generation.engine import rounds as loop
 from fastspec.generation.engine.call import Outcome, Request, RoundState
-from fastspec.generation.engine.round_program import Committed, Round, Scored, VerifiedTree
+from fastspec.generation.engine.round_program import Round, Scored
 from fastspec.generation.engine.verifier import Choice, ChoiceRule, InLockstep, WithHistory
 from fastspec.generation.tree import TokenTree
 from fastspec.generation.verify import measure, walk
@@ -143,9 +143,7 @@ class Script:
         measures = measure(logits, verdict.tokens(tree))
         if self.given is None and self.drafted is not None:
             tree = TokenTree(tree.tokens, tree.parents, tree.depths, tree.ancestors, tree.max_path, None, self.drafted)
-        self.last = Round(
-            VerifiedTree(Scored(tree, logits, features), verdict, logits * 2), Committed(verdict, emitted, measures)
-        )
+        self.last = Round(Scored(tree, logits, features), verdict, logits * 2, emitted=emitted, measures=measures)
         if self.given is not None:
             self.given.observe(tree, verdict, logits, features, self.state.active, 0)
         self.generated = [
@@ -275,7 +273,7 @@ def test_rounds_leave_what_the_call_keeps_of_each_token(scores, logits):
 
 def test_measures_are_kept_of_every_token_and_not_overwritten_by_the_next_round():
     engine = Script(2)
-    engine.before = lambda: engine.rounds and engine.last.committed.measures.fill_(0.0)
+    engine.before = lambda: engine.rounds and engine.last.measures.fill_(0.0)
     out = run(engine, asked(2, measure=True))
     for row in range(2):  # the same odds at every place
         assert torch.equal(

@@ -16,7 +16,7 @@ from helpers.open import GREEDY, alone, made, texts, told
 from helpers.sizes import AUTO, ORDER, force_sizes
 
 import fastspec
-from fastspec.generation.drafters.base import Drafter
+from fastspec.generation.drafters.base import RootsOnly
 from fastspec.generation.drafters.head_drafter import HeadDrafter
 from fastspec.generation.drafters.tree_sizes import TreeSizes
 from fastspec.generation.engine.engine import Engine
@@ -192,7 +192,7 @@ def test_prompts_join_rests_without_the_others_being_read(captured: bool, monkey
     once in so many rounds as it keeps features of."""
     if captured:
         stand_in(monkeypatch)
-    monkeypatch.setattr(Drafter, "backlog", 25)
+    monkeypatch.setattr(RootsOnly, "backlog", 25)
     reads: list[list[int]] = []
     take_pairs = HeadDrafter.take_pairs
 
@@ -232,7 +232,7 @@ def test_a_row_that_takes_no_drafts_is_read_whole(captured: bool, monkeypatch: p
     """In rounds without drafts, more of them than pairs are kept of: the head's cache is that of a row that drafts."""
     if captured:
         stand_in(monkeypatch)
-    monkeypatch.setattr(Drafter, "backlog", 25)
+    monkeypatch.setattr(RootsOnly, "backlog", 25)
     force_sizes(monkeypatch, order=(4,))
     drafters, (text,) = [], texts(9)
     for drafts in (True, False):

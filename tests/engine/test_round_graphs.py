@@ -42,7 +42,7 @@ def test_a_whole_round_drafts_scores_chooses_commits_and_observes():
     assert drafter.log[0] == ("propose", BOUND) and target.log[0] == ("score", drafter.tree, BOUND)
     [scored] = verify.asked
     assert scored.tree is drafter.tree and scored.logits is target.logits and scored.features is target.features
-    assert target.log[1][:2] == ("commit", done.judged.verdict)
+    assert target.log[1][0] == "commit" and target.log[1][1].path is done.verdict.path
     name, tree, verdict, logits, features, active, extent = drafter.log[1]
     assert (
         (name, extent) == ("observe", BOUND)
@@ -51,7 +51,7 @@ def test_a_whole_round_drafts_scores_chooses_commits_and_observes():
         and active is program.state.active
     )
     assert logits is target.logits and features is target.features
-    assert done.committed.emitted.tolist() == [[2, 2, 3, 6], [0, 1, 5, 5]]
+    assert done.emitted.tolist() == [[2, 2, 3, 6], [0, 1, 5, 5]]
     assert [each for each in clock.log if each in MARKS] == MARKS
 
 
@@ -76,11 +76,9 @@ def test_what_follows_a_trees_making_leaves_the_observing_to_the_host(kind):
     tree, verify = chain(4, 5), Chosen(target)
     done = program.from_tree(verify, tree, 31)
     assert target.log[0] == ("score", tree, 31) and verify.asked[0].tree is tree
-    assert target.log[1][:2] == ("commit", done.judged.verdict)
+    assert target.log[1][0] == "commit" and target.log[1][1].path is done.verdict.path
     digest = [[70, 71, 72], [80, 81, 82]] if kind is Digesting else [[], []]
-    assert done.committed.emitted.tolist() == [
-        row + more for row, more in zip([[2, 2, 3, 6], [0, 1, 5, 5]], digest, strict=True)
-    ]
+    assert done.emitted.tolist() == [row + more for row, more in zip([[2, 2, 3, 6], [0, 1, 5, 5]], digest, strict=True)]
     assert [each[0] for each in drafter.log] == (["digest"] if kind is Digesting else [])
     assert clock.log == ["score", "choose", "commit"]
 

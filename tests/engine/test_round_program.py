@@ -14,7 +14,7 @@ from torch import Tensor
 from fastspec import Unsupported
 from fastspec.generation.drafters.base import Place, Traits, adopt
 from fastspec.generation.engine.call import RoundState
-from fastspec.generation.engine.round_program import Committed, Round, RoundProgram, Scored, VerifiedTree, rounded
+from fastspec.generation.engine.round_program import Round, RoundProgram, Scored, rounded
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.generation.verify import measure
 from fastspec.patches.backends import TORCH
@@ -94,7 +94,7 @@ def test_phases_are_marked_by_name_where_a_clock_runs_and_parts_of_the_draft_wit
         tree = program.draft(3)
         scored = program.score(tree, 3)
         done = replace(judged(tree, target), scored=scored)
-        program.observe(Round(done, program.commit(done)), 3)
+        program.observe(program.commit(done), 3)
         assert clock is None or clock.log == ["open", "inside", "draft", "score", "commit", "observe"]
 
 
@@ -224,7 +224,7 @@ def test_a_path_is_committed_and_its_tokens_are_emitted_and_measured_where_asked
 
 def over(program: RoundProgram, tree: TokenTree) -> Round:
     given = judged(tree, program.target)  # type: ignore[arg-type]
-    return Round(given, program.commit(given))
+    return program.commit(given)
 
 
 @pytest.mark.parametrize(("pad", "observed"), [(None, [True, True]), (0, [True, False])])
@@ -258,11 +258,11 @@ def test_a_digest_is_read_back_behind_the_rounds_own_integers_and_taken_off_agai
     ((name, *given, active, steps),) = drafter.log
     assert (name, steps) == ("digest", NODES) and active is program.state.active
     assert all(got is want for got, want in zip(given, (tree, done.verdict, done.logits), strict=True))
-    assert told.committed.emitted.tolist() == [[2, 2, 3, 6, 70, 71, 72], [0, 1, 5, 5, 80, 81, 82]]
-    assert told.judged is done.judged and told.verdict is done.verdict
+    assert told.emitted.tolist() == [[2, 2, 3, 6, 70, 71, 72], [0, 1, 5, 5, 80, 81, 82]]
+    assert told.scored is done.scored and told.verdict is done.verdict
     clock.log.clear()
-    read = program.observe_read(told, told.committed.emitted.tolist(), 17)
-    assert read == done.committed.emitted.tolist() and clock.log == ["observe"]
+    read = program.observe_read(told, told.emitted.tolist(), 17)
+    assert read == done.emitted.tolist() and clock.log == ["observe"]
     assert drafter.log[1:] == [("update", [[70, 71, 72], [80, 81, 82]], NODES)]
 
 
@@ -272,7 +272,7 @@ def test_without_a_digest_a_round_that_was_read_is_observed_as_any(drafts):
     program = made(drafter=drafter)
     done = over(program, chain(4, 5))
     assert program.with_digest(done) is done
-    emitted = done.committed.emitted.tolist()
+    emitted = done.emitted.tolist()
     assert program.observe_read(done, emitted, 17) is emitted
     assert drafter is None or [(call[0], call[1], call[-1]) for call in drafter.log] == [("observe", done.tree, 17)]
 
@@ -282,7 +282,7 @@ def test_a_round_on_a_copy_of_its_tree_is_the_round_on_the_tree():
     program, copy = made(), chain(4, 5)
     done, tree = over(program, copy), chain(4, 5)
     moved = done.on(tree)
-    assert moved.tree is tree and moved.committed is done.committed and moved.judged.verdict is done.judged.verdict
+    assert moved.tree is tree and moved.emitted is done.emitted and moved.verdict is done.verdict
     assert moved.logits is done.logits and moved.features is done.features and done.tree is copy
 
 
@@ -295,7 +295,7 @@ def test_scores_are_found_at_the_nodes_of_a_path_or_at_its_steps():
     scored = Scored(tree, scores, scores)
 
     def round_of(along: bool) -> Round:
-        return Round(VerifiedTree(scored, verdict, scores, along_path=along), Committed(verdict, path))
+        return Round(scored, verdict, scores, along, emitted=path)
 
     found = round_of(False).scores_along(1, path)
     assert torch.equal(found, scores[1, [0, 2]].float()) and found.dtype == torch.float32

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastspec.generation.engine.batching import Batch
 from fastspec.generation.engine.call import Request, RoundState
-from fastspec.generation.engine.round_program import Committed, Round, Scored, VerifiedTree
+from fastspec.generation.engine.round_program import Round, Scored
 from fastspec.generation.engine.rounds import Joining, Rounds, take
 from fastspec.generation.stats import Stats
 from fastspec.generation.tree import TokenTree, Verdict
@@ -267,9 +267,7 @@ def after(tree: TokenTree, **changes: Any) -> Any:
     """An engine behind a round of three rows: all tokens, one of them, two of them."""
     verdict = Verdict(PATH, torch.tensor([2, 0, 1]), torch.zeros(3, dtype=torch.long))
     logits = torch.randn(3, 3, VOCAB).half()
-    last = Round(
-        VerifiedTree(Scored(tree, logits, logits[..., :0]), verdict, logits * 2), Committed(verdict, PATH, **changes)
-    )
+    last = Round(Scored(tree, logits, logits[..., :0]), verdict, logits * 2, emitted=PATH, **changes)
     return SimpleNamespace(last=last, state=RoundState(3, CPU), in_flight=False, longest=LONGEST)
 
 

@@ -250,7 +250,7 @@ def test_the_host_reads_back_once_a_round(device, drafts, backend):
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                packed = engine.step(longest, stats)
+                packed = engine.step(longest, stats, engine.choice)
             finally:
                 torch.cuda.set_sync_debug_mode(before)
         longest += max(accepted for accepted, *_ in packed) + 1

@@ -13,7 +13,7 @@ from helpers.cli import HEAD, check_demo, run
 from rich.console import Console
 
 import fastspec
-from fastspec.generation.heads.fit import Reading
+from fastspec.generation.heads.load import Reading
 from fastspec.generation.heads.module import EagleHead
 from fastspec.models import SMOLLM2
 from fastspec.patches.assistants import probe

@@ -138,8 +138,6 @@ class Drafter(Buffered, ABC):
     not its own. Then prompts of an open batch may ask for no drafts."""
     ends: frozenset[int] = frozenset()
     """The call's end tokens; set before `begin`."""
-    backlog: int = 128
-    """Rounds at the most before `hand_over`."""
     mark: Callable[[str], None] = staticmethod(unmarked)
     """Called with the name of a part of `propose` that is done, where a profile is taken."""
 
@@ -220,15 +218,9 @@ class Drafter(Buffered, ABC):
         """This drafter with other trees, on the same state: no larger ones than its own."""
         raise NotImplementedError(f"{type(self).__name__} drafts trees of one size")
 
-    def resting(self, root: Tensor) -> Drafter:
+    def resting(self, root: Tensor) -> RootsOnly:
         """Drafter of the roots root [B] alone for rounds without drafts, where sizes are chosen."""
         raise NotImplementedError(f"{type(self).__name__} drafts trees of one size")
-
-    def hand_over(self, rounds: int) -> None:
-        """Let the drafter that this one stands for take what was kept of so many rounds, if anything was."""
-
-    def forget(self, row: int | None = None) -> None:
-        """Drop what was kept of a row (None: of all): nobody drafts after it."""
 
     def hint(self, texts: Sequence[Sequence[int]]) -> None:
         """Take a text per row that is no part of the row itself, such as another model's answer; before `begin`."""
@@ -238,6 +230,8 @@ class RootsOnly(Drafter):
     """Drafter of a root alone, root [B], that lets another drafter of the same rows know what they emit."""
 
     nodes = max_path = 1
+    backlog: int = 128
+    """Rounds at the most before `hand_over`."""
 
     def __init__(self, drafter: Drafter, root: Tensor) -> None:
         self.drafter, self.root, self.tree = drafter, root, TokenTree.root_only(root)
@@ -267,6 +261,12 @@ class RootsOnly(Drafter):
             self.drafter.catch_up(verdict.bonus[:, None], active.long().tolist())
         else:
             self.drafter.observe(tree, verdict, logits, features, active, extent)
+
+    def hand_over(self, rounds: int) -> None:
+        """Let the other drafter take what was kept of so many rounds, if anything was."""
+
+    def forget(self, row: int | None = None) -> None:
+        """Drop what was kept of a row (None: of all): nobody drafts after it."""
 
 
 class HostDrafter(Drafter):
@@ -430,8 +430,9 @@ def adopt(drafter: object, *, may_draw: bool) -> Drafter | None:
     if drafter is None:
         return None
     kind = type(drafter).__name__
-    methods = {name: getattr(drafter, name, None) for name in METHODS}
-    missing = [f"{name}({', '.join(METHODS[name])})" for name, method in methods.items() if not callable(method)]
+    missing = [
+        f"{name}({', '.join(takes)})" for name, takes in METHODS.items() if not callable(getattr(drafter, name, None))
+    ]
     numbers = {name: getattr(drafter, name, None) for name in NUMBERS}
     missing += [f"{name} (int, at least 1)" for name, size in numbers.items() if type(size) is not int or size < 1]
     if missing:
@@ -445,8 +446,8 @@ def adopt(drafter: object, *, may_draw: bool) -> Drafter | None:
             f"{kind} has more than a drafter's three methods: derive it from fastspec.Drafter; see there "
             f"{', '.join(more)}"
         )
-    for name, method in methods.items():
-        if method is not None and (why := why_uncallable(method, METHODS[name])) is not None:
+    for name, takes in METHODS.items():
+        if (why := why_uncallable(getattr(drafter, name), takes)) is not None:
             raise Unsupported(f"{kind} is no drafter: {why}; see fastspec.Drafter")
     return Adopted(drafter, may_draw)
 

@@ -42,19 +42,20 @@ class Passes:
         self.draft = draft
         self.held: CapturedByShape[Tensor] = CapturedByShape()
 
-    def __call__(self, tokens: Tensor, extent: int) -> Tensor:
-        """Append tokens [B, T] -> logits of what follows [B, V], which the next pass may write over."""
+    def __call__(self, tokens: Tensor, extent: int, *last: Tensor) -> Tensor:
+        """Append tokens [B, T], up to places `last` [B] (left out: all) -> logits after each [B, T, V], which the next
+        pass may write over."""
         extent = self.draft.reserve(extent)
         if not self.draft.captures:
-            return self._append(extent, tokens)
-        return self.held(partial(self._append, self.draft.bound), self.draft.buffers, tokens.shape[1], tokens)
+            return self._append(extent, tokens, *last)
+        return self.held(partial(self._append, self.draft.bound), self.draft.buffers, tokens.shape[1], tokens, *last)
 
-    def _append(self, extent: int, tokens: Tensor) -> Tensor:
+    def _append(self, extent: int, tokens: Tensor, last: Tensor | None = None) -> Tensor:
         tree = TokenTree.chain(tokens)
         logits, _ = self.draft.score(tree, extent)
-        last = tree.depths[:, -1]
+        last = tree.depths[:, -1] if last is None else last
         self.draft.commit(Verdict(tree.depths, last, last), torch.ones_like(last, dtype=torch.bool))
-        return logits[:, -1]
+        return logits
 
 
 class ChainDrafter(Drafter):
@@ -158,15 +159,13 @@ class ChainDrafter(Drafter):
         extent += self.nodes + 1
         fed = self._unread() if self.whole is None else self.root[:, None]
         tokens, parents, q = [self.root[:, None]], [0], []
-        survival, node = self.alive.float(), 0
+        node = 0
         self.adaptive.begin(self.alive.sum().clamp(min=1))
         while True:
             scores = self._feed(fed, extent)
             scores = scores if self.process is None else self.process(scores)
             probs = torch.softmax(scores, -1)
-            if self.length.cost:  # before the draw: a token must not decide on its own being drafted
-                survival = survival * probs.amax(-1)
-            if not self.adaptive.allows(survival):
+            if not self.adaptive.allows(probs, self.alive):
                 break
             chosen = self._choose(scores)
             tokens.append(chosen)
@@ -203,7 +202,7 @@ class ChainDrafter(Drafter):
 
     def _feed(self, tokens: Tensor, extent: int) -> Tensor:
         """Append tokens [B, T] to the draft's text -> fp32 scores over the target's vocabulary [B, V] after them."""
-        return over_vocabulary(self.passes(self._known(tokens), extent), self.vocab)
+        return over_vocabulary(self.passes(self._known(tokens), extent)[:, -1], self.vocab)
 
     def _choose(self, scores: Tensor) -> Tensor:
         """Drafts [B, branches] of scores [B, V]: the best, or one drawn."""

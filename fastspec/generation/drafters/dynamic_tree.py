@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise, zip_longest
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,10 +95,6 @@ def refuse_wide(shape: TreeShape, ops: Ops) -> None:
     )
 
 
-SizedT = TypeVar("SizedT", bound="SizedDecoding")
-DecodingT = TypeVar("DecodingT", bound="DynamicDecoding")
-
-
 @dataclass(frozen=True, kw_only=True)
 class SizedDecoding(Decoding):
     """Decoding whose rounds may choose how many nodes their trees have."""
@@ -111,7 +107,7 @@ class SizedDecoding(Decoding):
     device_steps: tuple[Any, str] | None = None
     """The same as `steps` of a device's own trees, for calls that take them where nothing else was asked for."""
 
-    def sampled(self: SizedT, temperature: float) -> SizedT:
+    def sampled(self, temperature: float) -> SizedDecoding:
         """The same for calls that sample at this temperature."""
         return self
 
@@ -135,7 +131,7 @@ class DynamicDecoding(SizedDecoding):
     default: bool = False
     """True where the trees are the device's own, which are shallower in calls that sample."""
 
-    def sampled(self: DecodingT, temperature: float) -> DecodingT:
+    def sampled(self, temperature: float) -> DynamicDecoding:
         if not self.default:
             return self
         batched = tuple((rows, sampled(shape, temperature)) for rows, shape in self.batched)

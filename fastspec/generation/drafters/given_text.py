@@ -56,11 +56,10 @@ class GivenText(Drafter):
         self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int
     ) -> None:
         """Follow every running row as far as the target emitted its text."""
-        read_back = torch.cat((active[:, None].long(), verdict.accepted[:, None], verdict.tokens(tree)), 1).tolist()
-        for row, (goes_on, accepted, *emitted) in enumerate(read_back):
-            if goes_on:
-                self.roots[row] = emitted[accepted]
-                self._follow(row, emitted[: accepted + 1])
+        for row, emitted in enumerate(verdict.read(tree, active)):
+            if emitted:
+                self.roots[row] = emitted[-1]
+                self._follow(row, emitted)
             else:
                 self.following[row] = False
 

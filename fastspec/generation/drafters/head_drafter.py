@@ -127,7 +127,7 @@ class HeadDrafter(Drafter):
             else:
                 self.chunks(self._feed, self.state.slots, padded_width(width), *inputs)
 
-    def resting(self, root: Tensor) -> Drafter:
+    def resting(self, root: Tensor) -> RestingDrafter:
         return RestingDrafter(self, root)
 
     def take_pairs(self, tokens: Tensor, features: Tensor, counts: Tensor, root: Tensor) -> None:

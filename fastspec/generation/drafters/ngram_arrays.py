@@ -128,7 +128,10 @@ class Tallies:
     def put(self, context: int, entries: Iterable[tuple[int, int]]) -> None:
         """Give a context that has none these entries (token, count), the token counted last at the end."""
         for token, times in entries:
-            self.heads[context] = self._entry(token, times, self.heads[context])
+            self.tokens.append(token)
+            self.counts.append(times)
+            self.later.append(self.heads[context])
+            self.heads[context] = len(self.later) - 1
 
     def count(self, context: int, counted: Sequence[int]) -> None:
         """Count tokens, one after the other. A new one in a full tally replaces the least counted, oldest one."""
@@ -174,12 +177,6 @@ class Tallies:
             found.sort(key=_times, reverse=True)  # reversed, a sort keeps the order of equals too
         return found
 
-    def _entry(self, token: int, times: int, later: int) -> int:
-        self.tokens.append(token)
-        self.counts.append(times)
-        self.later.append(later)
-        return len(self.tokens) - 1
-
     def _least(self, first: int) -> tuple[int, int]:
         """(the entry before it, the last entry with the least count) of the chain from first."""
         counts, later = self.counts, self.later
@@ -195,21 +192,24 @@ VERSION = 1
 Entry = tuple[int, int]
 """A token, and how often it was counted."""
 TALLIES = {"sizes": 1, "tokens": 1, "counts": 1}
-Columns = dict[str, tuple[Sequence[int | Sequence[int]], int]]
-"""Name of a tensor -> (values, columns), columns 0 for a flat list."""
 
 
 class Damaged(Exception):
     """A file contradicts itself; becomes a CheckpointError that names the file."""
 
 
-def pack_tallies(tallies: Iterable[list[Entry]]) -> Columns:
+def packed(values: Sequence[int | Sequence[int]]) -> Tensor:
+    """Whole numbers, or rows of them, as a file holds them."""
+    return torch.tensor(values, dtype=torch.long, device="cpu")
+
+
+def pack_tallies(tallies: Iterable[list[Entry]]) -> dict[str, Tensor]:
     """Tallies as three flat lists: the size of each, then tokens and counts of all, in their order."""
     kept = list(tallies)
     return {
-        "sizes": ([len(tally) for tally in kept], 0),
-        "tokens": ([token for tally in kept for token, _ in tally], 0),
-        "counts": ([times for tally in kept for _, times in tally], 0),
+        "sizes": packed([len(tally) for tally in kept]),
+        "tokens": packed([token for tally in kept for token, _ in tally]),
+        "counts": packed([times for tally in kept for _, times in tally]),
     }
 
 
@@ -231,14 +231,12 @@ def unpack_tallies(tensors: dict[str, Tensor], expected: int) -> list[list[Entry
     return tallies
 
 
-def write_storage(path: str | Path, kind: str, options: dict[str, int], tensors: Columns) -> None:
-    """Write lists of whole numbers. Raises CheckpointError when the file cannot be written."""
-    flat = {name: torch.tensor(values, dtype=torch.long, device="cpu") for name, (values, _) in tensors.items()}
-    packed = {name: values.view(-1, tensors[name][1]) if tensors[name][1] else values for name, values in flat.items()}
+def write_storage(path: str | Path, kind: str, options: dict[str, int], tensors: dict[str, Tensor]) -> None:
+    """Write a storage's tensors. Raises CheckpointError when the file cannot be written."""
     header = {"format": "fastspec-storage", "version": str(VERSION), "kind": kind}
     header |= {name: str(value) for name, value in options.items()}
     try:
-        save_file(packed, str(path), metadata=header)
+        save_file(tensors, str(path), metadata=header)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: the storage could not be written: {error}") from error
 

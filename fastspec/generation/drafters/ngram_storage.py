@@ -20,12 +20,12 @@ from fastspec.generation.drafters.ngram_arrays import (
     BITS,
     MOST,
     WIDTH,
-    Columns,
     Damaged,
     Edges,
     Entry,
     Tallies,
     pack_tallies,
+    packed,
     read_storage,
     unpack_tallies,
     write_storage,
@@ -147,11 +147,10 @@ class NgramStorage:
         """Write to a safetensors file."""
         with GROWING:
             kept = [node for node, head in enumerate(self.tallies.heads) if head >= 0]
-            tensors: Columns = {
-                "contexts": ([self._tokens(node) for node in kept], self.n - 1),
-                **pack_tallies(self.tallies.entries(node)[::-1] for node in kept),
-            }
-        write_storage(path, self.kind, {"n": self.n, "back_off": int(self.back_off)}, tensors)
+            contexts = packed([self._tokens(node) for node in kept]).view(-1, self.n - 1)
+            tallies = pack_tallies(self.tallies.entries(node)[::-1] for node in kept)
+        options = {"n": self.n, "back_off": int(self.back_off)}
+        write_storage(path, self.kind, options, {"contexts": contexts, **tallies})
 
     @classmethod
     def load(cls, path: str | Path) -> NgramStorage:
@@ -328,8 +327,8 @@ class SuffixStorage:
         """Write to a safetensors file."""
         edges = [[*self.edges.ends(edge), self.targets[edge]] for edge in range(1, len(self.targets))]
         tallies = (self.tallies.entries(state)[::-1] for state in range(len(self.tallies)))
-        states = [list(pair) for pair in zip(self.lengths, self.links, strict=True)]
-        tensors: Columns = {"states": (states, 2), "edges": (edges, 3), **pack_tallies(tallies)}
+        states = packed(list(zip(self.lengths, self.links, strict=True))).view(-1, 2)
+        tensors = {"states": states, "edges": packed(edges).view(-1, 3), **pack_tallies(tallies)}
         write_storage(path, self.kind, {"min_match": self.min_match, "max_match": self.max_match}, tensors)
 
     @classmethod

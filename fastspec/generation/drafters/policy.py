@@ -258,13 +258,17 @@ class AdaptiveLength:
         """Begin a round, in which so many rows are running."""
         self.rows, self.drafted, self.expected = rows, 0, 1.0
         self.confidence, self.chance, self.hoped = 0.0, 1.0, 0.0
+        self.survival: Tensor | float = 1.0
+        """[B] the products of the highest probabilities so far."""
 
-    def allows(self, survival: Tensor) -> bool:
-        """True where one more token is drafted: `survival` [B] are the products of the highest probabilities so far,
-        this token's included. One read-back where the length is adaptive."""
+    def allows(self, probs: Tensor, part: Tensor) -> bool:
+        """True where one more token is drafted, of probs [B, V], of which a part [B] counts: none in rows without
+        drafts. Asked before the draw: a token must not decide on its own being drafted. One read-back where the length
+        is adaptive."""
         if not self.length.cost:
             return True
-        self.confidence, delivered = torch.stack((survival.sum() / self.rows, self.delivered)).tolist()
+        self.survival = self.survival * probs.amax(-1) * part
+        self.confidence, delivered = torch.stack((self.survival.sum() / self.rows, self.delivered)).tolist()
         self.chance = self.confidence * min(1.0, delivered / self.promised)
         return not self.drafted or self._pays()
 

@@ -123,9 +123,8 @@ class RetokenizingDrafter(Drafter):
     ) -> None:
         self.adaptive.judge(verdict.accepted, active)
         self.active = active
-        read_back = torch.cat((active[:, None].long(), verdict.accepted[:, None], verdict.tokens(tree)), 1)
-        for history, (going, count, *tokens) in zip(self.history, read_back.tolist(), strict=True):
-            history += tokens[: count + 1] if going else []
+        for history, emitted in zip(self.history, verdict.read(tree, active), strict=True):
+            history += emitted
 
     def _roots(self) -> Tensor:
         """The last token of every row [B]."""
@@ -189,7 +188,7 @@ class RetokenizingDrafter(Drafter):
 
     def _feed(self, token: Tensor, behind: int) -> Tensor:
         """Append the draft model's token [B], with `behind` drafts between the text and it -> the next logits."""
-        return self.passes(token[:, None], max(map(len, self.read)) + behind)
+        return self.passes(token[:, None], max(map(len, self.read)) + behind)[:, -1]
 
     def _keep(self, rows: Sequence[Sequence[int]]) -> None:
         """Note the draft model's tokens that were fed after the text of each row."""
@@ -233,13 +232,8 @@ class TextDrafter(RetokenizingDrafter):
 
     def _write(self, going: Tensor) -> list[list[int]]:
         """The draft model's tokens after every row's text, as many as pay over the rows going [B]."""
-        logits, survival = self._catch_up(), going.float()
-        own: list[Tensor] = []
-        while True:
-            if self.length.cost:
-                survival = survival * torch.softmax(logits.float(), -1).amax(-1)
-            if not self.adaptive.allows(survival):
-                break
+        logits, own = self._catch_up(), list[Tensor]()
+        while self.adaptive.allows(torch.softmax(logits.float(), -1), going):
             own.append(logits.argmax(-1))
             if not self.adaptive.take():
                 break
@@ -298,16 +292,13 @@ class SharedDrafter(RetokenizingDrafter):
         root = self._roots()
         going = torch.tensor([able and bool(self.known) for able in self._encode_all()], device=self.device)
         tokens, q, own = [root], [], []
-        survival = going.float()
         logits = self._catch_up() if bool(going.any()) else None
         while logits is not None:
             scores, share = self._scores(logits)
             going = going & (share >= SHARE) & (scores > -torch.inf).any(-1)
             scores = scores.masked_fill(~going[:, None], 0)
             probs = torch.softmax(scores, -1) * going[:, None]
-            if self.length.cost:  # before the draw: a token must not decide on its own being drafted
-                survival = survival * probs.amax(-1) * share
-            if not self.adaptive.allows(survival) or not bool(going.any()):
+            if not self.adaptive.allows(probs, share) or not bool(going.any()):
                 break
             token = torch.where(going, pick_draft(scores, torch.rand(len(scores), device=self.device), self.ops), 0)
             tokens.append(token)

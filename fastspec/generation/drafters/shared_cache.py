@@ -106,7 +106,7 @@ class SharedCacheDrafter(Drafter):
         other._grows(shape)
         return other
 
-    def resting(self, root: Tensor) -> Drafter:
+    def resting(self, root: Tensor) -> RootsOnly:
         return RootsOnly(self, root)
 
     def bind(self, target: Target) -> None:

@@ -10,42 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from fastspec.generation.capture import CapturedByShape
 from fastspec.generation.drafters.base import Drafter, Process, Traits
-from fastspec.generation.drafters.chain import over_vocabulary
+from fastspec.generation.drafters.chain import Passes, over_vocabulary
 from fastspec.generation.ops import Ops
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.generation.verify import choose, pick_draft, walk, walk_drawn
-
-
-class TreeScores:
-    """`Target.score` with room made for it, captured by shape of the tree; the next such pass writes over a result."""
-
-    def __init__(self, target: Target) -> None:
-        self.target = target
-        self.held: CapturedByShape[tuple[Tensor, Tensor]] = CapturedByShape()
-
-    def __call__(self, tree: TokenTree, extent: int) -> tuple[Tensor, Tensor]:
-        """Score every node of a tree -> logits [B, N, V], features [B, N, F], as `Target.score` does."""
-        target, extent = self.target, self.target.reserve(extent)
-        if not target.captures:
-            return target.score(tree, extent)
-        run = partial(_score, target, tree.max_path)
-        return self.held(
-            run, target.buffers, tree.tokens.shape[1], tree.tokens, tree.parents, tree.depths, tree.ancestors
-        )
-
-
-def _score(
-    target: Target, max_path: int, tokens: Tensor, parents: Tensor, depths: Tensor, ancestors: Tensor
-) -> tuple[Tensor, Tensor]:
-    return target.score(TokenTree(tokens, parents, depths, ancestors, max_path), target.bound)
 
 
 def drafted(stages: int, gamma: int) -> list[int]:
@@ -84,7 +58,7 @@ class StagedDrafter(Drafter):
         self.models, self.gamma, self.ops, self.process = list(models), gamma, ops, process
         self.vocab, self.vocabs = vocab, list(vocabs)
         self.traits = replace(self.traits, draws=process is not None)
-        self.scores = [TreeScores(model) for model in self.models]
+        self.passes = [Passes(model) for model in self.models]
         self.stages = len(self.models)
         self.kept = self.stages + 1
         """Tokens of the text that the tape begins with."""
@@ -196,10 +170,8 @@ class StagedDrafter(Drafter):
         count = at - begin
         steps = torch.arange(lacks + more, device=at.device)
         # the rows' new tokens lie side by side; what a row feeds beyond them is forgotten again
-        tree = TokenTree.chain(self.tape.gather(1, begin[:, None] + steps).clamp(max=self.vocabs[stage] - 1))
-        logits, _ = self.scores[stage](tree, extent)
-        last = count + more - 1
-        model.commit(Verdict(tree.depths, last, last), torch.ones_like(self.alive))
+        tokens = self.tape.gather(1, begin[:, None] + steps).clamp(max=self.vocabs[stage] - 1)
+        logits = self.passes[stage](tokens, extent, count + more - 1)
         wanted = (count - 1)[:, None] + torch.arange(1 + more, device=at.device)
         return over_vocabulary(logits.gather(1, wanted[..., None].expand(-1, -1, logits.shape[2])), self.vocab)
 

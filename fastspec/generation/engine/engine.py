@@ -173,27 +173,24 @@ class Engine(Generic[TargetT]):
         found: list[int] = self.target.lengths.tolist()
         return found
 
-    def step(self, longest: int, stats: Stats, verifier: Verifier | None = None, asynchronous: bool = False) -> Emitted:
+    def step(self, longest: int, stats: Stats, verifier: Verifier, asynchronous: bool = False) -> Emitted:
         """One round, where no row has more than `longest` committed tokens -> per row the number of accepted drafts,
         and the tokens.
 
-        `verifier` decides in place of `choice`. With `asynchronous` the next round is launched before this one is read,
-        where it can be: rows that this round ends go on for one more, and only the tokens of this one can be read.
-        Without `drafts` it is a round of `undrafted`, or of size 0 where sizes are chosen, unless one of the other
-        rounds is in flight.
+        With `asynchronous` the next round is launched before this one is read, where it can be: rows that this round
+        ends go on for one more, and only the tokens of this one can be read. Without `drafts` it is a round of
+        `undrafted`, or of size 0 where sizes are chosen, unless one of the other rounds is in flight.
         """
         if not self.in_flight:
             self.rests = not self.drafts and self.undrafted is not None
         if self.sizes is not None and self.current is self.main:
-            return self._sized_step(self.sizes, longest, stats, verifier or self.choice, asynchronous)
+            return self._sized_step(self.sizes, longest, stats, verifier, asynchronous)
         if self.rests and self.undrafted is not None:
             self.settle()
-            return self._step(self.undrafted, longest, stats, verifier or self.choice, asynchronous)
+            return self._step(self.undrafted, longest, stats, verifier, asynchronous)
         if not self.fallback.is_next(self.current.drafter):
-            return self._step(self.current, longest, stats, verifier or self.choice, asynchronous)
-        emitted = self._step(
-            self.plain, longest, stats, verifier or self.choice, asynchronous and self.fallback.left > 1
-        )
+            return self._step(self.current, longest, stats, verifier, asynchronous)
+        emitted = self._step(self.plain, longest, stats, verifier, asynchronous and self.fallback.left > 1)
         self.fallback.count(emitted, self.state)
         if not self.fallback.left or isinstance(self.drafter, HostDrafter):  # the next round may be in flight
             self.fallback.tell(self.drafter)

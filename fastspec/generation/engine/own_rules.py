@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -110,10 +110,6 @@ class OwnRules(FedVerifier):
     def fed(self, scored: Scored) -> VerifiedTree:
         picks = choose(self.masks.masked(scored.logits), None, self.ops)
         return VerifiedTree(scored, walk(scored.tree, picks, self.ops), None)
-
-    @property
-    def key(self) -> Hashable:
-        return self.masks.key
 
     def _held(self, ruled: list[tuple[int, Rule]], greedy: bool = True) -> Held:
         """Constrained rows whose tokens are the likeliest, or are not, and their answers."""

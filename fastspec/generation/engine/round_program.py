@@ -56,9 +56,9 @@ class VerifiedTree:
     along_path: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """Result of a round: the tokens that it emitted, and what else the call asks for.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round(VerifiedTree):
+    """A verified tree that was committed, the result of a round: its tokens, and what else the call asks for.
 
     `emitted` [B, 1 + P] int64 is what the host reads back: how many drafts each row accepted, or -1 - so many where no
     token could be drawn behind them, then its tokens. Behind them stand the integers that a `HostDrafter` learns from,
@@ -66,41 +66,27 @@ class Committed:
     those of `fastspec.generation.verify.measure`, where the call asks for them.
     """
 
-    verdict: Verdict
     emitted: Tensor
     measures: Tensor | None = None
 
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """A round that is over."""
-
-    judged: VerifiedTree
-    committed: Committed
-
     def on(self, tree: TokenTree) -> Round:
         """The same of the tree that was copied for it."""
-        return replace(self, judged=replace(self.judged, scored=replace(self.judged.scored, tree=tree)))
-
-    @property
-    def verdict(self) -> Verdict:
-        """The verdict on the tree."""
-        return self.committed.verdict
+        return replace(self, scored=replace(self.scored, tree=tree))
 
     @property
     def tree(self) -> TokenTree:
         """The round's tree."""
-        return self.judged.scored.tree
+        return self.scored.tree
 
     @property
     def logits(self) -> Tensor:
         """The target's raw logits [B, N, V]."""
-        return self.judged.scored.logits
+        return self.scored.logits
 
     @property
     def features(self) -> Tensor:
         """The target's features [B, N, F]."""
-        return self.judged.scored.features
+        return self.scored.features
 
     def tree_of(self, row: int, drafted: int, accepted: int) -> DraftTree:
         """A row's tree on the host, of `drafted` draft tokens, without the nodes that fill it up."""
@@ -110,9 +96,8 @@ class Round:
 
     def scores_along(self, row: int, path: Tensor) -> Tensor:
         """Processed scores [len(path), V] fp32 of the first nodes of a row's path."""
-        judged = self.judged
-        assert judged.scores is not None
-        return judged.scores[row, : len(path)] if judged.along_path else judged.scores[row, path].float()
+        assert self.scores is not None
+        return self.scores[row, : len(path)] if self.along_path else self.scores[row, path].float()
 
 
 Verify: TypeAlias = Callable[[Scored], VerifiedTree]
@@ -216,7 +201,7 @@ class RoundProgram:
         self.mark("score")
         return Scored(tree, logits, features)
 
-    def commit(self, judged: VerifiedTree) -> Committed:
+    def commit(self, judged: VerifiedTree) -> Round:
         """Keep the verdict's path in the target's cache, and emit its tokens; the last of them are the next roots."""
         scored, verdict, state = judged.scored, judged.verdict, self.state
         self.target.commit(verdict, state.active)
@@ -228,7 +213,8 @@ class RoundProgram:
             at = verdict.path[..., None].expand(-1, -1, scored.logits.shape[-1])
             measures = measure(scored.logits.gather(1, at), tokens)
         self.mark("commit")
-        return Committed(replace(verdict, emitted=tokens), emitted, measures)
+        verdict = replace(verdict, emitted=tokens)
+        return Round(scored, verdict, judged.scores, judged.along_path, emitted=emitted, measures=measures)
 
     def observe(self, done: Round, extent: int) -> None:
         """Let the drafter hear of the rows that go on."""
@@ -247,23 +233,23 @@ class RoundProgram:
         extent = self.target.bound
         return self.score(self.draft(extent), extent)
 
-    def from_verdict(self, judged: VerifiedTree) -> Committed:
+    def from_verdict(self, judged: VerifiedTree) -> Round:
         """The phases behind the verdict."""
-        committed = self.commit(judged)
-        self.observe(Round(judged, committed), self.target.bound)
-        return committed
+        done = self.commit(judged)
+        self.observe(done, self.target.bound)
+        return done
 
     def from_scores(self, verify: Verify, scored: Scored) -> Round:
         """The verdict on scores, and the phases behind it."""
         judged = verify(scored)
         self.mark("choose")
-        return Round(judged, self.from_verdict(judged))
+        return self.from_verdict(judged)
 
     def from_tree(self, verify: Verify, tree: TokenTree, extent: int) -> Round:
         """The phases behind a tree of the host's, but for what the host observes."""
         judged = verify(self.score(tree, extent))
         self.mark("choose")
-        return self.with_digest(Round(judged, self.commit(judged)))
+        return self.with_digest(self.commit(judged))
 
     def marked(self, phases: Callable[[], Value]) -> Marked[Value]:
         """Phases, and the marks that they made."""
@@ -283,11 +269,10 @@ class RoundProgram:
 
     def with_digest(self, done: Round) -> Round:
         """The round with the integers that the drafter learns from behind its own: one tensor is read back, not two."""
-        drafter, committed = self.drafter, done.committed
-        if not isinstance(drafter, HostDrafter):
+        if not isinstance(self.drafter, HostDrafter):
             return done
-        digest = drafter.digest(done.tree, done.verdict, done.logits, self.state.active, done.tree.max_path)
-        return replace(done, committed=replace(committed, emitted=torch.cat((committed.emitted, digest), 1)))
+        digest = self.drafter.digest(done.tree, done.verdict, done.logits, self.state.active, done.tree.max_path)
+        return replace(done, emitted=torch.cat((done.emitted, digest), 1))
 
     def meanwhile(self) -> None:
         """Let the drafter do what it has put off, while the device is busy."""

@@ -315,7 +315,7 @@ def take(emitted: list[list[int]], engine: Engine[TargetT], batch: Batch) -> Non
     if request.watch is not None:
         request.watch(last.tree, last.verdict, last.logits)
     # the next replay writes over them
-    measures = None if last.committed.measures is None else last.committed.measures.clone()
+    measures = None if last.measures is None else last.measures.clone()
     nodes, drafted = last.tree.tokens.shape[1] - 1, last.tree.drafted
     wants = batch.wants
     kept = request.keep_scores or any(want.logits for want in wants)

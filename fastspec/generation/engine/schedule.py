@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fastspec.generation.capture import Captured, CapturedByShape
 from fastspec.generation.drafters.base import Place
-from fastspec.generation.engine.round_program import Committed, Marked, Round, RoundProgram, Scored, rounded
+from fastspec.generation.engine.round_program import Marked, Round, RoundProgram, Scored, rounded
 from fastspec.generation.engine.verifier import FedVerifier, Verifier
 from fastspec.generation.stats import Stats, timed
 from fastspec.generation.tree import TokenTree, Verdict
@@ -108,9 +108,9 @@ class Eager(Schedule):
             judged = verifier(scored)
             program.mark("choose")
         with timed(stats, "commit"):
-            done = Round(judged, program.commit(judged))
+            done = program.commit(judged)
             program.observe(done, extent)
-            return done, done.committed.emitted.tolist()  # the round's one read-back
+            return done, done.emitted.tolist()  # the round's one read-back
 
 
 class WholeGraph(Schedule):
@@ -142,12 +142,12 @@ class WholeGraph(Schedule):
         self.program.open(longest)
         with timed(stats, "round"):
             done = _run(self.graph, self.program, partial(self.program.round, verifier), stats)
-            return done, done.committed.emitted.tolist()
+            return done, done.emitted.tolist()
 
     def launch(self, verifier: Verifier) -> InFlightRound:
         """Launch a round without waiting for it."""
         done = _run(self.graph, self.program, partial(self.program.round, verifier))
-        emitted = done.committed.emitted
+        emitted = done.emitted
         if not self.spare:
             self.spare = [torch.empty_like(emitted, device="cpu", pin_memory=emitted.is_cuda) for _ in range(2)]
         self.spare.append(self.spare.pop(0))
@@ -177,7 +177,7 @@ class SplitGraph(Schedule):
     def __init__(self, program: RoundProgram) -> None:
         super().__init__(program)
         self.front: Captured[Marked[Scored]] = Captured()
-        self.back: Captured[Marked[Committed]] = Captured()
+        self.back: Captured[Marked[Round]] = Captured()
         self.verdict: Verdict | None = None
         """The tensors that the second graph reads the verdict from."""
 
@@ -187,11 +187,12 @@ class SplitGraph(Schedule):
             scored = _run(self.front, self.program, self.program.to_scores, stats)
         with timed(stats, "choose"):
             judged = verifier(scored)
-            judged = replace(judged, verdict=self._held(judged.verdict))
+            held = replace(judged, verdict=self._held(judged.verdict), scores=None)  # a graph keeps what it is given
             self.program.mark("choose")
         with timed(stats, "commit"):
-            committed = _run(self.back, self.program, partial(self.program.from_verdict, judged), stats)
-            return Round(judged, committed), committed.emitted.tolist()
+            done = _run(self.back, self.program, partial(self.program.from_verdict, held), stats)
+            done = replace(done, scored=judged.scored, scores=judged.scores, along_path=judged.along_path)
+            return done, done.emitted.tolist()
 
     def _held(self, verdict: Verdict) -> Verdict:
         held = self.verdict = self.verdict or verdict
@@ -220,7 +221,7 @@ class FedGraph(Schedule):
             return super().step(verifier, longest, stats, asynchronous)
         done = self._launch(verifier, longest, stats)
         with timed(stats, "commit"):
-            emitted = done.committed.emitted
+            emitted = done.emitted
             if self.host is None:
                 self.host = torch.empty_like(emitted, device="cpu", pin_memory=emitted.is_cuda)
             this = _landing(done, self.host)
@@ -231,7 +232,7 @@ class FedGraph(Schedule):
     def run(self, verifier: Verifier, longest: int, stats: Stats) -> tuple[Round, Emitted]:
         done = self._launch(verifier, longest, stats)
         with timed(stats, "commit"):
-            return done, done.committed.emitted.tolist()
+            return done, done.emitted.tolist()
 
     def _launch(self, verifier: Verifier, longest: int, stats: Stats) -> Round:
         assert isinstance(verifier, FedVerifier)
@@ -285,14 +286,14 @@ class GraphFromScore(Schedule):
         with timed(stats, "judge"):
             done = _run_on_tree(self.graphs, program, tree, partial(program.from_tree, verifier)).on(tree)
             program.meanwhile()
-            emitted: Emitted = done.committed.emitted.tolist()
+            emitted: Emitted = done.emitted.tolist()
         with timed(stats, "observe"):
             return done, program.observe_read(done, emitted, extent)
 
 
 def _landing(done: Round, host: Tensor) -> InFlightRound:
     """A launched round, of which the host reads a copy: the next replay, which writes over it, follows that."""
-    emitted = done.committed.emitted
+    emitted = done.emitted
     host.copy_(emitted, non_blocking=True)
     landed = torch.cuda.Event() if emitted.is_cuda else None
     if landed is not None:

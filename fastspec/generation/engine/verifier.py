@@ -56,8 +56,10 @@ class Verifier(ABC):
 
 
 class FedVerifier(Verifier):
-    """Verifier whose verdict on roots alone is the device's, by what the host has brought there before: it runs
+    """Verifier whose verdict on roots alone is the device's, by `masks` that the host has brought there before: it runs
     `feed`, and then `fed`, wherever its place is FED."""
+
+    masks: Masks
 
     @abstractmethod
     def feed(self, scored: Scored) -> None:
@@ -68,9 +70,9 @@ class FedVerifier(Verifier):
         """The verdict on a tree of one node a row; a DEVICE phase."""
 
     @property
-    @abstractmethod
     def key(self) -> Hashable:
         """Key of where `feed` has brought it."""
+        return self.masks.key
 
 
 class Draws:
@@ -270,10 +272,6 @@ class Constrained(FedVerifier):
     def fed(self, scored: Scored) -> VerifiedTree:
         judged = self.choice(replace(scored, logits=self.masks.masked(scored.logits)))
         return replace(judged, scored=scored)
-
-    @property
-    def key(self) -> Hashable:
-        return self.masks.key
 
 
 class InLockstep(Verifier):

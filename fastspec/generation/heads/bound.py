@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
@@ -13,7 +13,17 @@ from torch.distributed.tensor import DTensor
 
 from fastspec.errors import CheckpointError, Unsupported
 from fastspec.generation.decoder_layer import LayerFamily, is_plain
-from fastspec.generation.heads.module import FLOATS, Binding, DraftHead, EagleHead, HeadConfig, RMSNorm, drafted_ids
+from fastspec.generation.heads.module import (
+    FLOATS,
+    Binding,
+    DraftHead,
+    EagleHead,
+    HeadConfig,
+    Layer,
+    MtpHead,
+    RMSNorm,
+    drafted_ids,
+)
 from fastspec.generation.heads.rounded_linear import LINES, RoundedLinear, rounded_lines
 
 ONCE, FADES = 1 << 10, 10
@@ -162,7 +172,7 @@ class BoundHead:
         weight = self._product(lm_head)
         made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
         made.weight = nn.Parameter(weight, requires_grad=False)
-        rounds = isinstance(self.module.fc, RoundedLinear) and self.module.lm_head_map is None
+        rounds = self.module.is_rounded and self.module.lm_head_map is None
         return RoundedLinear.of(made) if rounds else made
 
     @property
@@ -303,19 +313,21 @@ def followed(head: BoundHead, target: TargetParts) -> BoundHead:
 
 
 def _misfits_now(head: BoundHead, target: TargetParts, rows: tuple[int, int]) -> list[str]:
-    reasons, config = [], head.config
-    held, borrowed, own = head.binding.embedding, head.binding.lm_head, head.binding.own_embedding
+    config, borrowed, own = head.config, head.binding.lm_head, head.binding.own_embedding
     last = int(head.module.drafted().max())
-    if last >= min(rows):
-        reasons.append(f"the head drafts tokens up to {last}")
-    if own and cast(Tensor, held.weight).shape[0] < rows[1]:
-        reasons.append(f"the head's own embedding has {cast(Tensor, held.weight).shape[0]} rows")
-    if borrowed is not None and not config.target_rows and rows[1] != config.draft_vocab_size:
-        reasons.append(f"the head drafts with the model's LM head, of {config.draft_vocab_size} tokens")
+    lines = len(cast(Tensor, head.binding.embedding.weight)) if own else rows[1]
     used = [None if own else target.embedding, None if borrowed is None else target.lm_head]
-    if any(each is not None and cast(Tensor, each.weight).shape[1] != config.hidden_size for each in used):
-        reasons.append(f"the head is {config.hidden_size} wide")
-    return reasons
+    wide = [cast(Tensor, each.weight).shape[1] for each in used if each is not None]
+    reasons = (
+        (last >= min(rows), f"the head drafts tokens up to {last}"),
+        (lines < rows[1], f"the head's own embedding has {lines} rows"),
+        (
+            borrowed is not None and not config.target_rows and rows[1] != config.draft_vocab_size,
+            f"the head drafts with the model's LM head, of {config.draft_vocab_size} tokens",
+        ),
+        (any(width != config.hidden_size for width in wide), f"the head is {config.hidden_size} wide"),
+    )
+    return [reason for holds, reason in reasons if holds]
 
 
 def check_range(weights: Mapping[str, Tensor], dtype: torch.dtype, where: str) -> None:
@@ -389,7 +401,7 @@ def lowered(head: BoundHead, dtype: torch.dtype | None) -> BoundHead:
     twin = head.derived.lowered
     if twin is None or twin.module.fc.weight.dtype is not dtype or not follow(twin):
         twin = head.derived.lowered = _twin(head, dtype)
-    return head if twin is None else twin
+    return twin
 
 
 @torch.no_grad()
@@ -399,7 +411,7 @@ def follow(twin: BoundHead) -> bool:
     if twin.source is None:
         return True
     head = twin.source.module
-    mine, theirs = dict(_weights(twin.module)), dict(_weights(head))
+    mine, theirs = (dict(each.named_parameters(remove_duplicate=False)) for each in (twin.module, head))
     if {name: each.shape for name, each in mine.items()} != {name: each.shape for name, each in theirs.items()}:
         return False
     for name, weight in mine.items():
@@ -411,24 +423,18 @@ def follow(twin: BoundHead) -> bool:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _twin(head: BoundHead, dtype: torch.dtype) -> BoundHead | None:
-    """A twin, or None where a head has other modules than its configuration names."""
-    with torch.device("meta"):
-        twin = EagleHead(head.config)
-    modules = dict(twin.named_modules())
-    for name, weight in _weights(head.module):
-        place, _, attribute = name.rpartition(".")
-        if place not in modules:
-            return None
-        setattr(modules[place], attribute, nn.Parameter(weight.detach().to(dtype), requires_grad=False))
-    if any(weight.is_meta for weight in twin.parameters()):
-        return None
-    _take(twin, head.module)
-    return BoundHead(twin.eval(), head.binding, head.rows, source=head)
+def _twin(head: BoundHead, dtype: torch.dtype) -> BoundHead:
+    module = head.module
+    made: dict[int, Any] = {id(module.binding): None}
+    for weight in module.parameters():
+        made[id(weight)] = nn.Parameter(weight.detach().to(dtype), requires_grad=False)
+    twin = copy.deepcopy(module, made).eval()
+    _take(twin, module)
+    return BoundHead(twin, head.binding, head.rows, source=head)
 
 
 def _take(twin: DraftHead, head: DraftHead) -> None:
-    """Share the buffers."""
+    """Share what is no weight."""
     assert isinstance(twin, EagleHead) and isinstance(head, EagleHead)
     twin.d2t, twin.inv_freq, twin.rope_scale = head.d2t, head.inv_freq, head.rope_scale
 
@@ -448,6 +454,35 @@ def _is_weights(head: DraftHead) -> bool:
     return True
 
 
-def _weights(head: DraftHead) -> Iterator[tuple[str, Tensor]]:
-    """Every weight by its name, one that two modules share under both."""
-    return head.named_parameters(remove_duplicate=False)
+@torch.inference_mode(False)  # calls in any mode draft with it
+@torch.no_grad()
+def rounded(head: BoundHead) -> BoundHead:
+    """A copy of a head in 8 bits: its linear layers hold codes with a scale for each line, rounded once, so that later
+    changes of its weights are not seen. What it borrows of its target stays shared, and is not rounded but for the rows
+    of a draft vocabulary, which are copies. A head that is rounded already stays itself.
+
+    Raises ValueError, naming it, for a product that is no `torch.nn.Linear`.
+    """
+    module = head.module
+    if module.is_rounded:
+        return head
+    made: dict[int, Any] = {id(module.binding): None}
+    for name, layer in products(head):
+        if not isinstance(layer, nn.Linear):
+            raise ValueError(f"{name} is a {type(layer).__name__}, and torch.nn.Linear layers are rounded")
+        made[id(layer)] = RoundedLinear.of(layer)
+    return BoundHead(copy.deepcopy(module, made), head.binding, head.rows)
+
+
+def products(head: BoundHead) -> list[tuple[str, nn.Module]]:
+    """The head's own layers that are multiplied when it drafts, by their names. The matrix that makes an LM head of the
+    target's rows is not among them, nor are mixtures of experts."""
+    module, family = head.module, head.binding.family
+    mine: set[nn.Module] = {each for each in (module.fc, module.lm_head) if each is not None}
+    if isinstance(module, EagleHead):
+        for layer in cast(Iterable[Layer], module.layers):
+            attn, mlp = layer.self_attn, layer.mlp
+            mine |= {attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj}
+    elif isinstance(module, MtpHead) and family is not None:
+        mine |= set(family.products(module.layer))
+    return [(name, each) for name, each in module.named_modules() if each in mine]

@@ -68,8 +68,7 @@ class HeadCheckpoint(Description):
     @property
     def last_drafted(self) -> int:
         """The highest of the target's ids that the head drafts."""
-        d2t = self.state.get("d2t")
-        return self.config.draft_vocab_size - 1 if d2t is None else int(drafted_ids(d2t).max())
+        return int(drafted_ids(self.state["d2t"]).max())
 
     @property
     def last_tap_normed(self) -> bool:

@@ -126,23 +126,23 @@ def dialect_of(fields: Fields, published: Iterable[str], state: Mapping[str, Ten
             f"{where}: speculators_model_type is {kind!r}; accepted is 'eagle3', and the head of another format that "
             "this one was converted from, where that is EAGLE-1 or EAGLE-2"
         )
-    if kind == "eagle3":
-        return "speculators"
-    if top.get("model_type") == "eagle" and isinstance(top.get("model"), Mapping):
-        return "vllm"
-    if top.get("trained_by") == OWN:
-        return OWN
-    if not is_eagle3(state):
-        return "eagle"
-    if "Eagle3LlamaForCausalLM" in architectures:
-        return "angelslim"
-    if MODELOPT_FIELDS & set(fields.nested):
-        return "modelopt"
-    if "LlamaForCausalLMEagle3" in architectures:
-        return "specforge"
-    if "Qwen3Eagle3Model" in architectures:
-        return "deepspec"
-    return "nemo" if any(key.startswith("model.") for key in published) else "eagle3"
+    signs = (
+        ("speculators", kind == "eagle3"),
+        ("vllm", _in_wrapper(top)),
+        (OWN, top.get("trained_by") == OWN),
+        ("eagle", not is_eagle3(state)),
+        ("angelslim", "Eagle3LlamaForCausalLM" in architectures),
+        ("modelopt", not MODELOPT_FIELDS.isdisjoint(fields.nested)),
+        ("specforge", "LlamaForCausalLMEagle3" in architectures),
+        ("deepspec", "Qwen3Eagle3Model" in architectures),
+        ("nemo", any(key.startswith("model.") for key in published)),
+    )
+    return next((name for name, found in signs if found), "eagle3")
+
+
+def _in_wrapper(raw: Mapping[str, Any]) -> bool:
+    """True of a config.json of vLLM's wrapper."""
+    return raw.get("model_type") == "eagle" and isinstance(raw.get("model"), Mapping)
 
 
 def is_eagle3(state: Mapping[str, Tensor]) -> bool:
@@ -152,10 +152,8 @@ def is_eagle3(state: Mapping[str, Tensor]) -> bool:
 
 def skipped_by_vllm(raw: Mapping[str, Any]) -> set[str]:
     """Weights that vLLM loads and does not run, by the config.json of a head in its wrapper."""
-    inner = raw.get("model")
-    if raw.get("model_type") != "eagle" or not isinstance(inner, Mapping):
-        return set()
-    return {name for name, field in SKIPPED.items() if inner.get(field) is not False}
+    skipped = SKIPPED if _in_wrapper(raw) else {}
+    return {name for name, field in skipped.items() if raw["model"].get(field) is not False}
 
 
 def describe(raw: Mapping[str, Any], published: Iterable[str], state: Mapping[str, Tensor], where: str) -> Description:

@@ -96,48 +96,60 @@ class HeadConfig:
         for name in (*sizes.split(), "draft_vocab_size", "target_hidden_size", "num_hidden_layers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"HeadConfig.{name} is {getattr(self, name)}; it must be at least 1")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
+        for holds, mistake in self._mistakes():
+            if holds:
+                raise ValueError(mistake)
+
+    def _mistakes(self) -> list[tuple[bool, str]]:
+        """Conditions under which sizes and switches do not fit each other, in words."""
+        mistakes: list[tuple[bool, str]] = [
+            (
+                self.num_attention_heads % self.num_key_value_heads > 0,
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of num_key_value_heads "
-                f"({self.num_key_value_heads})"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}; rotary embedding needs an even one")
-        if self.draft_vocab_size > self.vocab_size:
-            raise ValueError(f"draft_vocab_size ({self.draft_vocab_size}) exceeds vocab_size ({self.vocab_size})")
+                f"({self.num_key_value_heads})",
+            ),
+            (self.head_dim % 2 > 0, f"head_dim is {self.head_dim}; rotary embedding needs an even one"),
+            (
+                self.draft_vocab_size > self.vocab_size,
+                f"draft_vocab_size ({self.draft_vocab_size}) exceeds vocab_size ({self.vocab_size})",
+            ),
+        ]
+        whole = self.draft_vocab_size == self.vocab_size
+        as_wide = self.hidden_size == self.target_hidden_size
         if self.kind == "eagle":
-            self._check_eagle()
+            norms = "fc_norm", "input_norm", "norm_output", "norm_before_residual"
+            switches = *norms, "target_rows", "last_tap_before_norm"
+            mistakes += [
+                (
+                    bool(self.taps),
+                    f'taps is {self.taps}; heads of kind "eagle" read the last hidden state, so taps must be ()',
+                ),
+                (
+                    not (whole and as_wide),
+                    'heads of kind "eagle" use the target\'s LM head: hidden_size and draft_vocab_size must be the '
+                    "target's",
+                ),
+                (any(getattr(self, name) for name in switches), f'{", ".join(switches)} belong to kind "eagle3"'),
+            ]
         elif self.kind == "eagle3":
-            self._check_eagle3()
-
-    def _check_eagle(self) -> None:
-        if self.taps:
-            raise ValueError(
-                f'taps is {self.taps}; heads of kind "eagle" read the last hidden state, so taps must be ()'
-            )
-        if self.hidden_size != self.target_hidden_size or self.draft_vocab_size != self.vocab_size:
-            raise ValueError(
-                'heads of kind "eagle" use the target\'s LM head: hidden_size and draft_vocab_size must be the '
-                "target's"
-            )
-        switches = "fc_norm", "input_norm", "norm_output", "norm_before_residual", "target_rows", "last_tap_before_norm"
-        if any(getattr(self, name) for name in switches):
-            raise ValueError(f'{", ".join(switches)} belong to kind "eagle3"')
-
-    def _check_eagle3(self) -> None:
-        if not self.taps or min(self.taps) < 0:
-            raise ValueError(
-                f"taps is {self.taps}; give the indices into hidden_states that the head reads, such as (2, 16, 29)"
-            )
-        if self.fc_norm and self.input_norm:
-            raise ValueError("fc_norm and input_norm exclude each other")
-        whole = self.target_rows or self.draft_vocab_size == self.vocab_size
-        if not self.own_lm_head and not (whole and self.hidden_size == self.target_hidden_size):
-            raise ValueError(
-                "own_lm_head=False uses the target's LM head: draft_vocab_size and hidden_size must be the target's"
-            )
-        if self.target_rows and self.own_lm_head:
-            raise ValueError("target_rows=True uses the target's LM head: own_lm_head must be False")
+            mistakes += [
+                (
+                    not self.taps or min(self.taps) < 0,
+                    f"taps is {self.taps}; give the indices into hidden_states that the head reads, such as "
+                    "(2, 16, 29)",
+                ),
+                (self.fc_norm and self.input_norm, "fc_norm and input_norm exclude each other"),
+                (
+                    not self.own_lm_head and not ((whole or self.target_rows) and as_wide),
+                    "own_lm_head=False uses the target's LM head: draft_vocab_size and hidden_size must be the "
+                    "target's",
+                ),
+                (
+                    self.target_rows and self.own_lm_head,
+                    "target_rows=True uses the target's LM head: own_lm_head must be False",
+                ),
+            ]
+        return mistakes
 
 
 class RMSNorm(nn.Module):
@@ -273,6 +285,12 @@ class DraftHead(nn.Module):
         """A tensor on the head's device and in its dtype."""
         fc: nn.Module = self.fc
         return fc.like if isinstance(fc, RoundedLinear) else self.fc.weight
+
+    @property
+    def is_rounded(self) -> bool:
+        """True where the head's products are read in 8 bits."""
+        fc: nn.Module = self.fc
+        return isinstance(fc, RoundedLinear)
 
     def bind(self, embed_tokens: nn.Module, lm_head: nn.Module | None) -> None:
         """Take the target's embedding and, for heads without their own, its LM head, by reference."""

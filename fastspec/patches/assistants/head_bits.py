@@ -10,8 +10,7 @@ import torch
 from fastspec.config import HEAD_BITS, HeadBits
 from fastspec.devices import is_timed
 from fastspec.errors import Unsupported, accepted
-from fastspec.generation.heads.bound import BoundHead
-from fastspec.generation.heads.rounded import is_rounded, rounded
+from fastspec.generation.heads.bound import BoundHead, rounded
 from fastspec.generation.ops import Ops
 from fastspec.patches.hf.compat import device_of
 from fastspec.patches.hf.modes import Mode, mode_for
@@ -81,7 +80,7 @@ def all_in_bits(heads: dict[str, Any], bits: HeadBits | None, model: Any, backen
 
 def ops_of(head: BoundHead, ops: Ops) -> Ops:
     """The ops that a head drafts with. Raises Unsupported for a head in 8 bits on the C++ kernels."""
-    if not is_rounded(head.module):
+    if not head.module.is_rounded:
         return ops
     if ops.name == "cpp":
         raise _on_cpp()
@@ -90,7 +89,7 @@ def ops_of(head: BoundHead, ops: Ops) -> Ops:
 
 def refuse_fused(head: BoundHead) -> None:
     """Raise Unsupported for a head in 8 bits whose draft phase is to be one launch."""
-    if is_rounded(head.module):
+    if head.module.is_rounded:
         raise Unsupported(f"fused=True reads weights of 16 bits, and this head is read in 8: {HINT}")
 
 

@@ -20,8 +20,7 @@ from fastspec.errors import CheckpointError, Unsupported, meant
 from fastspec.generation.heads.bound import BoundHead, Sizes, TargetParts, no_rows
 from fastspec.generation.heads.checkpoint import HeadCheckpoint
 from fastspec.generation.heads.files import Flag
-from fastspec.generation.heads.fit import Reading, misfits, with_taps
-from fastspec.generation.heads.load import is_copy, load, read_checkpoint
+from fastspec.generation.heads.load import Reading, is_copy, load, misfits, read_checkpoint, with_taps
 from fastspec.generation.heads.module import EagleHead, HeadConfig
 from fastspec.models import first_line
 from fastspec.patches.hf.compat import device_of

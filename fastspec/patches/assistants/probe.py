@@ -21,8 +21,7 @@ from fastspec.errors import CheckpointError
 from fastspec.generation.heads.bound import BoundHead, check_range
 from fastspec.generation.heads.checkpoint import HeadCheckpoint
 from fastspec.generation.heads.dialects import TRAINED_THETA
-from fastspec.generation.heads.fit import Reading, fitted, override, with_taps
-from fastspec.generation.heads.load import bound, read_checkpoint
+from fastspec.generation.heads.load import Reading, bound, fitted, override, read_checkpoint, with_taps
 from fastspec.generation.heads.module import EagleHead
 from fastspec.patches.assistants.heads import copies_embedding, find_head, parts_of, scaled_rope, sizes_of
 from fastspec.patches.hf.compat import device_of
