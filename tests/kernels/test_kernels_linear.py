@@ -23,7 +23,7 @@ ONE_ROW = [RowLaunch(8, 32, 4), RowLaunch(1, 16, 1), RowLaunch(4, 64, 2)]
 # what the tables hold, and the shapes beside them that a measurement may choose
 WIDE = [Launch(64, 128, 4, 4), Launch(128, 64, 4, 4), Launch(64, 64, 4, 3, tma=True), Launch(16, 128, 4, 4)]
 WIDE += [RowLaunch(4, 512, 2), RowLaunch(4, 1024, 4), RowLaunch(2, 2048, 8), RowLaunch(1, 256, 1)]
-WIDE += [Launch(64, 128, 4, 3, tma=True, pdl=True), Launch(64, 64, 4, 3, pdl=True), Launch(128, 64, 8, 4)]
+WIDE += [Launch(64, 128, 4, 3, tma=True), Launch(64, 64, 4, 3), Launch(128, 64, 8, 4)]
 
 
 def check(x: Tensor, weight: Tensor, bias: Tensor | None, launch: Launch | RowLaunch, gate: Activation | None) -> None:
@@ -74,7 +74,7 @@ def test_wide_launches_give_the_product(device, launch, rows, channels, depth, d
     torch.manual_seed(seed)
     rows = 1 if isinstance(launch, RowLaunch) else rows
     if isinstance(launch, Launch) and (rows > 64 or (gate is not None and launch.channels > 64)):
-        launch = Launch(64, 64, launch.warps, 3, launch.tma, launch.pdl)  # what fits into shared memory
+        launch = Launch(64, 64, launch.warps, 3, launch.tma)  # what fits into shared memory
     check(*drawn(rows, channels * (1 + (gate is not None)), depth, dtype, device, biased, sliced), launch, gate)
 
 
@@ -167,14 +167,10 @@ def test_every_launch_chosen_fits_the_device(most):
 @pytest.mark.parametrize(
     "launches",
     [
-        *(
-            [Launch(64, depth, 4, 4, tma, pdl) for depth in (64, 128, 32)]
-            for tma in (False, True)
-            for pdl in (False, True)
-        ),
+        *([Launch(64, depth, 4, 4, tma) for depth in (64, 128, 32)] for tma in (False, True)),
         [RowLaunch(4, 512, 2), RowLaunch(2, 2048, 4), RowLaunch(4, 1024, 4)],
     ],
-    ids=["plain", "pdl", "tma", "tma, pdl", "row"],
+    ids=["pointers", "tma", "row"],
 )
 def test_a_graph_of_dependent_products_gives_what_torch_gives(device, launches):
     check_chain(1 if isinstance(launches[0], RowLaunch) else 16, launches)

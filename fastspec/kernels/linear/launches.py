@@ -8,7 +8,7 @@ stack_h200.jsonl and stack_steps_h200.jsonl in benchmarks/results). What was tun
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
@@ -19,10 +19,7 @@ class Launch:
     """Launch of a product: weight tiles of channels x depth, a program for each tile of channels, warps and
     pipeline stages.
 
-    `tma` reads the weights through a tensor descriptor, which wants lines of a multiple of 16 bytes. `pdl` lets the
-    kernel start while the one before it in the stream still runs (programmatic dependent launch): it then fetches at
-    most `prefetch` bytes (a multiple of 16) of each line of its first weight tile into L2, and waits before it touches
-    anything else.
+    `tma` reads the weights through a tensor descriptor, which wants lines of a multiple of 16 bytes.
     """
 
     channels: int
@@ -30,8 +27,6 @@ class Launch:
     warps: int
     stages: int
     tma: bool = False
-    pdl: bool = False
-    prefetch: int = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +118,6 @@ def first_of(rules: Iterable[LaunchRule[AnyLaunch]], channels: int, depth: int, 
     return next((rule.launch for rule in rules if rule.holds(channels, depth, gated)), None)
 
 
-PDL = True
-"""True where launches that `launch_for` chooses start before the kernel in front of them has finished."""
 MOST_TUNED = 64
 """Rows of products whose launch may be tuned: what a Launch holds at once."""
 
@@ -219,8 +212,7 @@ def launch_for(
     if rows == 1:
         return row_launch_for(channels, depth, swiglu)
     rules = next(rules for most, rules in ROWS if rows <= most)
-    launch = first_of(rules, channels, depth, swiglu)
-    return replace(launch, pdl=True) if launch is not None and PDL else launch
+    return first_of(rules, channels, depth, swiglu)
 
 
 def row_launch_for(channels: int, depth: int, swiglu: bool = False) -> RowLaunch:

@@ -44,6 +44,9 @@ from fastspec.kernels.linear.row import linear_row
 from fastspec.kernels.linear.swiglu import gated
 from fastspec.kernels.tuned_launches import MISSING, find
 
+PREFETCH = tl.constexpr(512)
+"""Bytes at most, a multiple of 16, of each line of a program's first tile that are fetched into L2 ahead."""
+
 
 @triton.jit
 def _weights(p_w, d_w, first, o_m, o_k, lines, K, stride_w, BK: tl.constexpr, EVEN_K: tl.constexpr, TMA: tl.constexpr):
@@ -82,7 +85,6 @@ def _linear_kernel(
     EVEN_K: tl.constexpr,
     KIND: tl.constexpr,
     TMA: tl.constexpr,
-    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -242,10 +244,8 @@ def _launch(
     width = out.shape[-1]
     lined_up = (weight.data_ptr() | weight.stride(0) * weight.element_size() | depth * weight.element_size()) % 16 == 0
     tma = launch.tma and lined_up and has_descriptors(x.device)
-    pdl = launch.pdl and lined_up and dependent(x.device)["PDL"]
     tiles = launch.channels * launch.depth * (1 + swiglu) + padded(rows) * launch.depth
     stages = stages_within(launch.stages, tiles * x.element_size(), x.device)
-    options: dict[str, Any] = {"num_warps": launch.warps, "num_stages": stages} | ({"launch_pdl": True} if pdl else {})
     _linear_kernel[(-(-width // launch.channels),)](
         x,
         weight,
@@ -265,10 +265,10 @@ def _launch(
         EVEN_K=depth % launch.depth == 0,
         KIND=kind,
         TMA=tma,
-        PREFETCH=launch.prefetch,
-        PDL=pdl,
         STAGES=stages,
-        **options,
+        num_warps=launch.warps,
+        num_stages=stages,
+        **(dependent(x.device) if lined_up else {"PDL": False}),
     )
 
 

@@ -30,7 +30,7 @@ FLOATS = {torch.float32}
 depth of its outputs, in order."""
 MOST_FLOATS = 256
 """Rows of a launch of these."""
-FLOAT_LAUNCH = Launch(16, 32, 4, 3, pdl=True)
+FLOAT_LAUNCH = Launch(16, 32, 4, 3)
 TALLEST = 64
 """Rows of a tile."""
 WIDEST = 256
@@ -107,7 +107,7 @@ def tall_launch(rows: int, channels: int, depth: int, gated: bool, series: int =
 
 def launch_of(channels: int, depth: int) -> Launch:
     """The launch on other devices."""
-    return Launch(16 if channels < 4096 else 64, 128 if depth % 128 == 0 else 64, 4, 6, pdl=True)
+    return Launch(16 if channels < 4096 else 64, 128 if depth % 128 == 0 else 64, 4, 6)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, kind: Activation) -> Tensor | None:

@@ -96,10 +96,8 @@ def _of_rows(op: str, rows: int, channels: int, depth: int, on_hopper: bool) -> 
         whole = max(16, 1 << (depth - 1).bit_length())  # a line at once
         return [RowLaunch(*size) for size in sizes if size[1] <= whole] or [RowLaunch(4, whole, 1)]
     tiles = [(16, 128, 4), (32, 64, 4), (32, 128, 4), (64, 64, 4), (64, 128, 4), (128, 64, 4)]
-    found: list[Any] = [
-        Launch(*tile, stages, pdl=True) for tile, stages in product(tiles, (3, 4, 6)) if tile[0] < 2 * channels
-    ]
-    found += [Launch(64, 128, 4, stages, tma=True, pdl=True) for stages in (3, 4)]
+    found: list[Any] = [Launch(*tile, stages) for tile, stages in product(tiles, (3, 4, 6)) if tile[0] < 2 * channels]
+    found += [Launch(64, 128, 4, stages, tma=True) for stages in (3, 4)]
     if on_hopper:
         ways = product((64, 128), (4, 6), (2, 4))
         found += [HopperLaunch(64, deep, stages, min(ahead, stages)) for deep, stages, ahead in ways]

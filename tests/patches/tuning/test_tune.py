@@ -218,7 +218,7 @@ def test_other_places_stay_when_a_second_model_is_tuned(folder):
         ("linear", (index,)): launch
         for index, launch in enumerate(
             [
-                Launch(16, 128, 4, 4, pdl=True),
+                Launch(16, 128, 4, 4, tma=True),
                 HopperLaunch(64, 128, 4, 2),
                 PartsLaunch(64, 128, 2, 4, 4),
                 TreeLaunch(16, 32, 4, 2, 1),
