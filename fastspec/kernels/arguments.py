@@ -9,6 +9,8 @@ from torch import Tensor
 
 ANYHOW, PACKED, CONTIGUOUS = "", ", with a contiguous last dimension", ", contiguous"
 """How a tensor has to lie."""
+FLOATS = torch.float32, torch.float16, torch.bfloat16
+"""dtypes that most kernels take."""
 
 
 def packed(x: Tensor) -> bool:
@@ -22,14 +24,22 @@ def strides(most: int, *tensors: Tensor) -> list[int]:
 
 
 def expect(
-    op: str, shape: Sequence[int | str], dtype: torch.dtype | None, lies: str = ANYHOW, /, **given: Tensor
+    op: str,
+    shape: Sequence[int | str],
+    dtype: torch.dtype | Sequence[torch.dtype] | None,
+    lies: str = ANYHOW,
+    /,
+    **given: Tensor | None,
 ) -> None:
-    """Raise ValueError, naming the op and the tensor, for one that has not this shape, in which a name stands for any
-    size, or not this dtype (None: any), or does not lie so."""
+    """Raise ValueError, naming the op and the tensor, for one that is there and has not this shape, in which a name
+    stands for any size, or not this dtype or one of these (None: any), or does not lie so."""
+    dtypes = (dtype,) if isinstance(dtype, torch.dtype) else dtype or ()
     for name, x in given.items():
+        if x is None:
+            continue
         sizes = zip(x.shape, shape, strict=False)
         fits = x.dim() == len(shape) and all(want == size or isinstance(want, str) for size, want in sizes)
         laid = packed(x) if lies == PACKED else lies == ANYHOW or x.is_contiguous()
-        if not fits or not laid or x.dtype != (dtype or x.dtype):
-            accepted = f"[{', '.join(map(str, shape))}]{'' if dtype is None else f' {dtype}'}{lies}"
+        if not fits or not laid or (dtypes and x.dtype not in dtypes):
+            accepted = f"[{', '.join(map(str, shape))}]{' ' * bool(dtypes)}{' or '.join(map(str, dtypes))}{lies}"
             raise ValueError(f"{op}: {name} is {list(x.shape)} {x.dtype}, strides {x.stride()}; accepted is {accepted}")

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from fastspec.kernels.arguments import ANYHOW, CONTIGUOUS, PACKED, expect, packed, strides
+from fastspec.kernels.arguments import ANYHOW, CONTIGUOUS, FLOATS, PACKED, expect, packed, strides
 
 X = torch.zeros(2, 3, 4)
 
@@ -21,10 +21,11 @@ X = torch.zeros(2, 3, 4)
         (X.transpose(1, 2), (2, 4, 3), None, ANYHOW),
         (X.transpose(1, 2)[..., :1], (2, 4, 1), None, PACKED),
         (X[:0], (0, 3, 4), torch.float32, CONTIGUOUS),
+        (X, (2, 3, 4), FLOATS, ANYHOW),
     ],
 )
 def test_what_fits_is_taken(x, shape, dtype, lies):
-    expect("op", shape, dtype, lies, x=x)
+    expect("op", shape, dtype, lies, x=x, absent=None)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,7 @@ def test_what_fits_is_taken(x, shape, dtype, lies):
         ((2, 3, 4, 1), None, ANYHOW, "[2, 3, 4, 1]"),
         (("B", 5, "D"), None, ANYHOW, "[B, 5, D]"),
         ((2, 3, 4), torch.int64, ANYHOW, "[2, 3, 4] torch.int64"),
+        ((2, 3, 4), (torch.int64, torch.int32), ANYHOW, "[2, 3, 4] torch.int64 or torch.int32"),
         ((2, 3, 4), None, PACKED, "[2, 3, 4], with a contiguous last dimension"),
         ((2, 3, 4), torch.float32, CONTIGUOUS, "[2, 3, 4] torch.float32, contiguous"),
     ],

@@ -169,8 +169,8 @@ def test_what_a_router_refuses():
     ):
         with pytest.raises(ValueError, match=message):
             route(logits, wrong)
-    with pytest.raises(ValueError, match="logits have strides"):
+    with pytest.raises(ValueError, match=r"logits is .* contiguous last dimension"):
         route(torch.zeros(12, 3).T, Routing(2))
-    with pytest.raises(ValueError, match=r"correction is torch\.float64 \[12\]"):
+    with pytest.raises(ValueError, match=r"correction is \[12\] torch\.float64"):
         route(logits, Routing(2), torch.zeros(12).double())
     assert [part.shape for part in route(logits[:0], Routing(2))] == [(0, 2), (0, 2)]

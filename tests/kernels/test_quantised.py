@@ -180,5 +180,5 @@ def test_weights_side_by_side(device, layouts, kind):
 def test_what_does_not_fit_is_refused():
     weight, _ = rows8(4, 64, torch.float32)
     for x in (torch.zeros(1, 63), torch.zeros(64, 2).T, torch.zeros(1, 64, dtype=torch.float64)):
-        with pytest.raises(ValueError, match="does not fit a stored weight"):
+        with pytest.raises(ValueError, match=r"stored product: x is .*accepted is"):
             kernel.linear(x, weight, None)

@@ -70,25 +70,20 @@ def attention_layout(
     ring of the cache. Raises ValueError for what it does not accept.
     """
     expect("attention_layout", ("B",), torch.int64, prefix=prefix)
-    if words is not None:
-        expect("attention_layout", (len(prefix), nodes, "W"), torch.int64, PACKED, words=words)
-        if words.shape[2] * 64 < tail:
-            raise ValueError(f"{words.shape[2]} words of 64 bits do not cover a tail of {tail} slots")
+    expect("attention_layout", (len(prefix), nodes, "W"), torch.int64, PACKED, words=words)
+    if words is not None and words.shape[2] * 64 < tail:
+        raise ValueError(f"{words.shape[2]} words of 64 bits do not cover a tail of {tail} slots")
     if span is None:
         if ring is not None:
             raise ValueError(f"a ring of {ring} slots holds the end of a text, and without a span all of it is seen")
         return TreeLayout(prefix, words, nodes, tail, extent, group)
-    _check_span(prefix, nodes, tail, span, depths)
+    if span.size < 1 or nodes != tail:
+        raise ValueError(
+            f"a span of {span.size} positions, {nodes} nodes and a tail of {tail} slots: accepted are at least 1 "
+            "position, and with a span a tail of the nodes' slots"
+        )
+    expect("attention_layout", (len(prefix), nodes), torch.int64, PACKED, depths=depths)
     if ring is not None and ring < max(LEAST_RING, span.size - 1 + tail):
         need = f"a span of {span.size} positions and a tail of {tail} slots, or a block of {LEAST_RING}"
         raise ValueError(f"a ring of {ring} slots does not hold {need}")
     return TreeLayout(prefix, words, nodes, tail, extent, group, span, depths, ring or 0)
-
-
-def _check_span(prefix: Tensor, nodes: int, tail: int, span: Span, depths: Tensor | None) -> None:
-    if span.size < 1:
-        raise ValueError(f"the span is of {span.size} positions; it must be of at least 1")
-    if nodes != tail:
-        raise ValueError(f"{nodes} nodes have a tail of {tail} slots; with a span the tail's slots are the nodes'")
-    if depths is not None:
-        expect("attention_layout", (len(prefix), nodes), torch.int64, PACKED, depths=depths)

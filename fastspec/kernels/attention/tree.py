@@ -19,12 +19,11 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec.kernels.arguments import CONTIGUOUS, PACKED, expect
+from fastspec.kernels.arguments import CONTIGUOUS, FLOATS, PACKED, expect
 from fastspec.kernels.attention import hopper
 from fastspec.kernels.attention.few_queries import MAX_ROWS, few_attention, processors
 from fastspec.kernels.attention.launches import TreeLaunch, tree_launch_for
@@ -45,7 +44,6 @@ from fastspec.kernels.attention.parts import (
 from fastspec.kernels.launch import dependent, stages_within, wait_for_previous
 from fastspec.kernels.tuned_launches import MISSING, find
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MERGE_COST = 4  # what a merge takes, in the time of a block
 PARTIAL_COST = 2  # what it takes to leave a part, likewise
 MAX_SHARE = 16384  # slots: rows of a batch differ in length, and the longest should not finish alone
@@ -278,8 +276,7 @@ def tree_attention(
     rounded to the dtype before they meet the values. A row that sees nothing is zero. Raises ValueError for what it
     does not accept.
     """
-    _check(q, k, v, layout, scale)
-    _check_extras(q, sinks, cap)
+    _check(q, k, v, layout, scale, sinks, cap)
     batch, nodes, _, size = q.shape
     kv_heads, capacity = k.shape[1], k.shape[2]
     group, rows, pairs = layout.group, nodes * layout.group, batch * kv_heads
@@ -333,31 +330,20 @@ def tree_attention(
     return out
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, scale: float) -> None:
-    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
-        raise ValueError(f"q, k, v have shapes {shapes}; they must be [B, N, Hq, D] and twice [B, Hkv, C, D]")
-    if (q.shape[0], q.shape[1], q.shape[2]) != (layout.prefix.shape[0], layout.nodes, k.shape[1] * layout.group):
-        made = f"{layout.prefix.shape[0]} rows of {layout.nodes} nodes with {layout.group} query heads per key head"
-        raise ValueError(f"the layout was made for {made}; q is {tuple(q.shape)} and k {tuple(k.shape)}")
-    if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, scale: float, sinks: Tensor | None, cap: float | None
+) -> None:
+    batch = len(layout.prefix)
+    expect("tree_attention", (batch, "Hkv", "C", "D"), FLOATS, PACKED, k=k)
+    heads, size = k.shape[1] * layout.group, k.shape[3]
+    expect("tree_attention", k.shape, k.dtype, PACKED, v=v)
+    expect("tree_attention", (batch, layout.nodes, heads, size), k.dtype, PACKED, q=q)
+    expect("tree_attention", (heads,), FLOATS, CONTIGUOUS, sinks=sinks)
+    if size > 512 or not scale > 0 or not 0 < (1 if cap is None else cap) < math.inf:
         raise ValueError(
-            f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; they must share one of {', '.join(map(str, DTYPES))}"
+            f"the head size is {size}, the scale is {scale}, the cap is {cap}; accepted are a size of at most 512, a "
+            "positive scale, and a cap that is positive and finite, or None"
         )
-    if q.shape[3] > 512:
-        raise ValueError(f"the head size is {q.shape[3]}; at most 512 is accepted")
-    for name, each in (("q", q), ("k", k), ("v", v)):
-        expect("tree_attention", each.shape, None, PACKED, **{name: each})
-    if not scale > 0:
-        raise ValueError(f"the scale is {scale}; it must be positive")
-
-
-def _check_extras(q: Tensor, sinks: Tensor | None, cap: float | None) -> None:
-    if sinks is not None:
-        kind = sinks.dtype if sinks.dtype in DTYPES else q.dtype
-        expect("tree_attention", q.shape[2:3], kind, CONTIGUOUS, sinks=sinks)
-    if cap is not None and not 0 < cap < math.inf:
-        raise ValueError(f"the cap is {cap}; it must be positive and finite, or None")
 
 
 @lru_cache(maxsize=4096)

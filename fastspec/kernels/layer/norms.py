@@ -132,9 +132,7 @@ def rms_norm(
         raise ValueError(f"x has rows of {size}; 1 to {MAX_SIZE} are accepted")
     normed = values.new_empty(x.shape, dtype=x.dtype) if out is None else out
     expect("rms_norm", (size,), x.dtype, CONTIGUOUS, weight=weight)
-    for name, other in (("residual", residual), ("out", normed), ("total", total)):
-        if other is not None:
-            expect("rms_norm", x.shape, x.dtype, **{name: other})
+    expect("rms_norm", x.shape, x.dtype, residual=residual, out=normed, total=total)
     x_rows, out_rows = rows_of(values, "x"), rows_of(normed, "out")
     residual_rows = out_rows if residual is None else rows_of(residual, "residual")
     summing = bool(parts) or residual is not None or total is not None

@@ -226,10 +226,8 @@ def rope_cache(
     expect("rope_cache", cos.shape, None, PACKED, sin=sin)
     expect("rope_cache", (batch, nodes), torch.int64, positions=positions, slots=slots)
     norm = q_norm is not None and k_norm is not None
-    if q_norm is not None and k_norm is not None:
-        expect("rope_cache", (size,), qkv.dtype, CONTIGUOUS, q_norm=q_norm, k_norm=k_norm)
-    if factor is not None:
-        expect("rope_cache", cos.shape[:1], torch.float32, CONTIGUOUS, factor=factor)
+    expect("rope_cache", (size,), qkv.dtype, CONTIGUOUS, q_norm=q_norm, k_norm=k_norm)
+    expect("rope_cache", cos.shape[:1], torch.float32, CONTIGUOUS, factor=factor)
     q = qkv.new_empty((batch, nodes, q_heads, size))
     if q.numel() == 0:
         return q

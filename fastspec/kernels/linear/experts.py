@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastspec.constants import constant
+from fastspec.kernels.arguments import CONTIGUOUS, FLOATS, PACKED, expect
 from fastspec.kernels.launch import dependent, is_hopper, runs_ptx, stages_within, wait_for_previous
 from fastspec.kernels.layer.norms import rows_of
 from fastspec.kernels.linear.experts_row import experts_row
@@ -38,7 +39,6 @@ from fastspec.kernels.quantised.reference import MXFP4, StoredExperts
 
 WARP_BLOCK = 512
 """Logits that one warp takes."""
-FLOATS = torch.float32, torch.float16, torch.bfloat16
 
 
 @triton.jit
@@ -127,17 +127,8 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) ->
     Logits and correction are fp32, fp16 or bf16, an expert's next to the other's. Of equal experts the first is chosen.
     """
     tokens, count = logits.shape
-    if logits.stride(1) != 1:
-        raise ValueError(
-            f"logits have strides {logits.stride()}: a token's must lie side by side; pass logits.contiguous()"
-        )
-    if correction is not None and (
-        correction.shape != (count,) or correction.dtype not in FLOATS or not correction.is_contiguous()
-    ):
-        kinds = ", ".join(str(kind).removeprefix("torch.") for kind in FLOATS)
-        raise ValueError(
-            f"correction is {correction.dtype} {list(correction.shape)}; contiguous [{count}] of {kinds} is accepted"
-        )
+    expect("route", logits.shape, None, PACKED, logits=logits)
+    expect("route", (count,), FLOATS, CONTIGUOUS, correction=correction)
     if count % routing.groups or not 1 <= routing.kept <= routing.groups:
         raise ValueError(
             f"{count} experts in {routing.groups} groups of which {routing.kept} are kept: groups of equal size are "

@@ -7,13 +7,12 @@ Weights that lie transposed are left to `experts.py`: a row of such a weight is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fastspec.kernels.launch import dependent, runs_ptx, wait_for_previous
+from fastspec.kernels.linear.launches import RowLaunch
 from fastspec.kernels.linear.reference import Expert
 from fastspec.kernels.linear.swiglu import gated
 from fastspec.kernels.quantised.conversions import group_assembly
@@ -179,23 +178,14 @@ def _down_row(
     tl.store(p_out + o_h, b_sum.to(p_out.dtype.element_ty), mask=m_h)
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertRowLaunch:
-    """A program takes `channels` lines of a weight in blocks of `depth`, both powers of two."""
-
-    channels: int
-    depth: int
-    warps: int
-
-
-INNER, DOWN = ExpertRowLaunch(1, 2048, 4), ExpertRowLaunch(1, 1024, 2)
+INNER, DOWN = RowLaunch(1, 2048, 4), RowLaunch(1, 1024, 2)
 """Of the two launches. On an H200 the fastest for Qwen3-30B-A3B's layers, and within 2 % of that for Mixtral's."""
-STORED = ExpertRowLaunch(2, 1024, 2)
+STORED = RowLaunch(2, 1024, 2)
 """Of both where weights are MXFP4: a thread takes a whole group of a line, by the fewest instructions a weight that
 leave as many programs as there are places for (counted, not timed)."""
 
 
-def _block(launch: ExpertRowLaunch, depth: int) -> int:
+def _block(launch: RowLaunch, depth: int) -> int:
     return min(launch.depth, max(16, int(triton.next_power_of_2(depth))))
 
 

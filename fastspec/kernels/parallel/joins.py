@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fastspec.kernels.arguments import packed
+from fastspec.kernels.arguments import FLOATS, packed
 from fastspec.kernels.drafting.topk_expand import EMPTY, key_index
 from fastspec.kernels.launch import dependent, wait_for_previous
 from fastspec.kernels.layer.norms import row_warps
@@ -41,7 +41,6 @@ from fastspec.kernels.parallel.words import (
 from fastspec.kernels.verification.posterior_eval import chunk_keys
 
 CHUNK = 4096
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @triton.jit(do_not_specialize=["width", "part", "stride_x"])
@@ -129,7 +128,7 @@ def all_gather(x: Tensor, width: int, group: dist.ProcessGroup) -> Tensor:
     messages = math.prod(x.shape[:-1]) * -(
         -part // CHUNK
     )  # what all processes find alike: the last one's columns may be none
-    fits = x.dtype in _DTYPES and 0 < messages <= ROWS and messages * CHUNK * x.element_size() <= MAX_BYTES
+    fits = x.dtype in FLOATS and 0 < messages <= ROWS and messages * CHUNK * x.element_size() <= MAX_BYTES
     space = space_for(x, CHUNK, x.dtype, group) if fits else None
     return reference.all_gather(x, width, group) if space is None else gathered(x, width, space)
 
@@ -173,7 +172,7 @@ def ordered_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def likeliest(scores: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
     """Likeliest tokens over the processes' columns, as `reference.likeliest` finds them."""
     rows = math.prod(scores.shape[:-1])
-    fits = scores.dtype in _DTYPES and 0 < rows <= ROWS and (packed(scores) or not scores.numel())
+    fits = scores.dtype in FLOATS and 0 < rows <= ROWS and (packed(scores) or not scores.numel())
     space = space_for(scores, 1, torch.int32, group) if fits else None
     return reference.likeliest(scores, first, group) if space is None else chosen(scores, first, space)
 

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from fastspec.kernels.arguments import FLOATS, PACKED, expect
 from fastspec.kernels.launch import dependent, padded, prefetch, prefetched, runs_ptx, stages_within
 from fastspec.kernels.linear import reference as linear_reference
 from fastspec.kernels.linear.launches import MAX_ROWS, Launch
@@ -411,11 +412,7 @@ def launch_of(weight: StoredWeight, rows: int) -> Launch:
 def served(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> int:
     """Rows of x [..., K] that the kernel multiplies, 0 where torch does; ValueError where x does not fit."""
     channels, depth = weight.shape
-    if x.shape[-1] != depth or x.stride(-1) != 1 < depth or x.dtype not in DTYPES:
-        raise ValueError(
-            f"x {tuple(x.shape)} of strides {x.stride()} and {x.dtype} does not fit a stored weight "
-            f"{tuple(weight.shape)}: wants [..., K], contiguous in its last dimension, in float32, float16 or bfloat16"
-        )
+    expect("stored product", (*x.shape[:-1], depth), FLOATS, PACKED, x=x)
     rows = x.numel() // depth if depth else 0
     operands = [operand for operand in (x, bias) if operand is not None]
     graded = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)

@@ -92,11 +92,8 @@ def tree_conv(
     width = weight.shape[1]
     expect("tree_conv", (channels, width), None, CONTIGUOUS, weight=weight)
     expect("tree_conv", (batch, width, channels), x.dtype, PACKED, held=held)
-    for name, each in (("x", x), ("kept", kept), ("out", out)):
-        if each is not None:
-            expect("tree_conv", each.shape, x.dtype, PACKED, **{name: each})
-    if parents is not None:
-        expect("tree_conv", (batch, nodes), torch.int64, parents=parents)
+    expect("tree_conv", x.shape, x.dtype, PACKED, x=x, kept=kept, out=out)
+    expect("tree_conv", (batch, nodes), torch.int64, parents=parents)
     if out.numel():
         above, into = x if parents is None else parents, out if kept is None else kept
         _tree_conv[(nodes, triton.cdiv(channels, BLOCK), batch)](

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec.kernels.arguments import ANYHOW, PACKED, expect, strides
+from fastspec.kernels.arguments import FLOATS, PACKED, expect, strides
 from fastspec.kernels.drafting.topk_expand import EMPTY, key_index, sort_key, tile_mass
 from fastspec.kernels.launch import dependent, wait_for_previous
 from fastspec.kernels.verification.reference import LAST_SHIFT, MIXERS, NO_TOKEN, STEP, SamplingSettings, signed
@@ -212,14 +212,10 @@ def pick(scores: Tensor, uniform: Tensor | None, settings: SamplingSettings | No
     flattened, which copies where they cannot be viewed as one). uniform is fp32 or fp64 in [0, 1). The mass is summed
     in fp32 within a chunk of 4096 ids, and in fp64 from there.
     """
-    if scores.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"pick: scores are {scores.dtype}; accepted are float32, float16 and bfloat16")
-    expect("pick", scores.shape, None, PACKED, scores=scores)
+    expect("pick", scores.shape, FLOATS, PACKED, scores=scores)
     if scores.shape[-1] == 0:
         raise ValueError(f"pick: scores {list(scores.shape)} have no token; accepted is a last dimension of 1 or more")
-    if uniform is not None:
-        kind = uniform.dtype if uniform.dtype in (torch.float32, torch.float64) else torch.float32
-        expect("pick", scores.shape[:-1], kind, ANYHOW, uniform=uniform)
+    expect("pick", scores.shape[:-1], (torch.float32, torch.float64), uniform=uniform)
     if uniform is None and scores.numel():
         return _best(scores)
     vocab = scores.shape[-1]
