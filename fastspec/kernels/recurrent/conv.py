@@ -165,13 +165,9 @@ def hold(x: Tensor, held: Tensor, counts: Tensor) -> None:
     _launch(x[None], held[None], counts, None, None)
 
 
-def hold_paths(inputs: Tensor, held: Tensor, path: Tensor, accepted: Tensor, active: Tensor) -> None:
-    """The same for L layers and accepted paths: inputs [L, B, N, C], held [L, B, K, C], path [B, P], accepted [B],
-    active [B] bool."""
-    _launch(inputs, held, accepted, path, active)
-
-
 def _launch(x: Tensor, held: Tensor, counts: Tensor, path: Tensor | None, active: Tensor | None) -> None:
+    """`hold` for L layers, x [L, B, N, C] and held [L, B, K, C], and with path [B, P] and active [B] bool of the
+    counts + 1 nodes of accepted paths."""
     layers, batch, width, channels = held.shape
     expect("hold", (batch,), torch.int64, CONTIGUOUS, counts=counts)
     way = counts if path is None else path
@@ -310,4 +306,4 @@ def delta_commit(
         num_warps=WARPS,
         **dependent(states.device),
     )
-    hold_paths(inputs, held, path, accepted.contiguous(), active)
+    _launch(inputs, held, accepted.contiguous(), path, active)
