@@ -232,6 +232,7 @@ def rope_cache(
     if q.numel() == 0:
         return q
     half_block, rest = max(4, triton.next_power_of_2(half)), size - 2 * half
+    size_block = max(4, triton.next_power_of_2(size))
     parts = triton.cdiv(q_heads, HEADS) + 2 * triton.cdiv(kv_heads, HEADS)
     read, written = (qkv, cos, sin, positions, slots), (q, k_cache, v_cache)
     weights = q_norm if norm else qkv, k_norm if norm else qkv, qkv if factor is None else factor
@@ -248,7 +249,7 @@ def rope_cache(
         HQ=q_heads,
         HKV=kv_heads,
         SIZE=size,
-        SIZE_BLOCK=max(4, triton.next_power_of_2(size)),
+        SIZE_BLOCK=size_block,
         HALF=half,
         HALF_BLOCK=half_block,
         REST_BLOCK=max(4, triton.next_power_of_2(rest)) if rest else 0,
@@ -260,12 +261,7 @@ def rope_cache(
         TIES_VALUES=ties_values,
         PAIRS=interleaved,
         FACTOR=factor is not None,
-        num_warps=_warps(size),
+        num_warps=min(8, max(1, HEADS * size_block // 512)),  # 16 bytes of half precision a thread in each half
         **dependent(q.device),
     )
     return q
-
-
-def _warps(size: int) -> int:
-    """16 bytes of half precision per thread in each half of HEADS heads."""
-    return min(8, max(1, HEADS * int(triton.next_power_of_2(size)) // 2 // 256))

@@ -720,23 +720,17 @@ def _places(count: int, device: torch.device) -> Tensor:
 def _taken(weight: Tensor | StoredExperts, name: str) -> tuple[tuple[Tensor, Tensor | None], bool]:
     """A weight as the kernels take it: itself and None, or words and scales; and whether it is transposed."""
     if isinstance(weight, Tensor):
-        return (weight, None), _is_transposed(weight, name)
+        turned = not weight.is_contiguous()
+        if turned and not weight.transpose(1, 2).is_contiguous():
+            told = f"{name} has strides {weight.stride()}: it, or it transposed, must be contiguous"
+            raise ValueError(f"{told}; pass {name}.contiguous()")
+        return (weight, None), turned
     lines = weight.lines
     whole = lines.codes.is_contiguous() and lines.codes.data_ptr() % 4 == 0
     if lines.kind != MXFP4 or lines.block != (1, GROUP.value) or not whole:
         told = f"{name} is {lines.kind} in blocks of {lines.block}, strides {lines.codes.stride()}"
         raise ValueError(f"{told}; contiguous MXFP4 in groups of {GROUP.value} at whole words is accepted: clone it")
     return (lines.codes.view(torch.int32), lines.scales.view(torch.uint8)), False
-
-
-def _is_transposed(weight: Tensor, name: str) -> bool:
-    if weight.is_contiguous():
-        return False
-    if not weight.transpose(1, 2).is_contiguous():
-        raise ValueError(
-            f"{name} has strides {weight.stride()}: it, or it transposed, must be contiguous; pass {name}.contiguous()"
-        )
-    return True
 
 
 def _fitting(launch: ExpertsLaunch, depth: int) -> ExpertsLaunch:
