@@ -18,6 +18,13 @@ def packed(x: Tensor) -> bool:
     return x.shape[-1] <= 1 or x.stride(-1) == 1
 
 
+def dtypes_of(*operands: Tensor | None) -> set[torch.dtype]:
+    """The dtypes of a product's operands; none where gradients are wanted, which torch's product gives."""
+    given = [operand for operand in operands if operand is not None]
+    graded = torch.is_grad_enabled() and any(operand.requires_grad for operand in given)
+    return set() if graded else {operand.dtype for operand in given}
+
+
 def strides(most: int, *tensors: Tensor) -> list[int]:
     """The first `most` strides of each of these tensors, one tensor after another."""
     return [stride for each in tensors for stride in each.stride()[:most]]

@@ -21,7 +21,7 @@ from fastspec.kernels.linear import hopper as kernel
 from fastspec.kernels.linear import linear as products
 from fastspec.kernels.linear import linear as split
 from fastspec.kernels.linear.hopper import hopper_linear, takes
-from fastspec.kernels.linear.launches import MULTIPROCESSORS, HopperLaunch, PartsLaunch, hopper_launch_for, hopper_parts
+from fastspec.kernels.linear.launches import MULTIPROCESSORS, HopperLaunch, hopper_launch_for, hopper_parts
 from fastspec.kernels.linear.linear import Launch, linear, linear_parts
 from fastspec.kernels.linear.reference import SILU, joined
 
@@ -128,7 +128,7 @@ def test_the_table_gives_whole_sums_and_the_bits_of_the_other_kernels(rows, shap
         parts = hopper_parts(rows, *shape)
         got, want = (
             linear_parts(x, weight, bias),
-            linear_parts(x, weight, bias, launch=PartsLaunch(64, 128, parts, 4, 4)),
+            linear_parts(x, weight, bias, launch=Launch(64, 128, 4, 4, parts=parts)),
         )
         assert torch.equal(got.values, want.values) and len(got.values) == parts > 1
         exact, bound = product(x, weight, bias)
@@ -190,7 +190,7 @@ def test_products_of_few_weights_have_the_bits_of_the_other_kernels(rows, shape,
     if parts > 1:
         got, want = (
             linear_parts(x, weight, bias),
-            linear_parts(x, weight, bias, launch=PartsLaunch(64, 64, parts, 4, 4)),
+            linear_parts(x, weight, bias, launch=Launch(64, 64, 4, 4, parts=parts)),
         )
         assert torch.equal(got.values, want.values) and len(got.values) == parts
     assert len(used) == 2 + (shape[0] >= 3072) + (parts > 1)

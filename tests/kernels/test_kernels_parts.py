@@ -20,16 +20,16 @@ from fastspec.generation.decoder_layer import product as layer_product
 from fastspec.kernels.layer import reference
 from fastspec.kernels.layer.norms import rms_norm
 from fastspec.kernels.linear import linear as kernel
-from fastspec.kernels.linear.launches import MULTIPROCESSORS, PartsLaunch, parts_launch_for
+from fastspec.kernels.linear.launches import MULTIPROCESSORS, Launch, parts_launch_for
 from fastspec.kernels.linear.linear import linear_parts
 from fastspec.kernels.linear.reference import Parts, joined
 from fastspec.patches.backends import triton_ops
 
 SMALL = [
-    PartsLaunch(16, 16, 3, 4, 3),
-    PartsLaunch(32, 32, 1, 4, 2),
-    PartsLaunch(16, 32, 2, 4, 4),
-    PartsLaunch(32, 16, 100, 4, 2),
+    Launch(16, 16, 4, 3, parts=3),
+    Launch(32, 32, 4, 2, parts=1),
+    Launch(16, 32, 4, 4, parts=2),
+    Launch(32, 16, 4, 2, parts=100),
 ]
 SHAPES = [(4096, 4096), (4096, 14336), (1536, 8960), (576, 1536), (1000, 4096), (576, 5184)]
 
@@ -146,7 +146,7 @@ def test_what_has_no_launch_goes_to_linear(monkeypatch):
     monkeypatch.setattr(kernel, "_parts_kernel", None)
     x, weight = torch.randn(17, 256), torch.randn(64, 256)
     half = x.half(), weight.half()
-    assert parts_launch_for(17, *half[1].shape, torch.float16) == PartsLaunch(64, 128, 2, 4, 4)
+    assert parts_launch_for(17, *half[1].shape, torch.float16) == Launch(64, 128, 4, 4, parts=2)
     seen = []
     monkeypatch.setattr(kernel, "linear", lambda *operands: seen.append(operands) or operands[0])
     graded = half[1].clone().requires_grad_()
@@ -160,7 +160,7 @@ def test_what_has_no_launch_goes_to_linear(monkeypatch):
 def test_a_depth_that_is_no_multiple_of_128_is_cut_into_steps_of_64():
     """Else a narrow, deep product, such as a head's down-projection 576 by 5,184, is left to nine programs."""
     launch = parts_launch_for(10, 576, 5184, torch.bfloat16)
-    assert launch == PartsLaunch(64, 64, 14, 4, 6) and parts_launch_for(10, 576, 5160, torch.bfloat16) is None
+    assert launch == Launch(64, 64, 4, 6, parts=14) and parts_launch_for(10, 576, 5160, torch.bfloat16) is None
     torch.manual_seed(0)
     check(*drawn(10, 576, 5184, torch.float16, "cpu", False), launch)
 
@@ -182,4 +182,4 @@ def test_a_launch_that_does_not_fit_is_said():
     for rows, depth, width in ((2, 40, 40), (2, 32, 64), (0, 32, 32)):
         x, weight = torch.ones(rows, depth), torch.ones(3, width)
         with pytest.raises(ValueError, match="multiple of its depth"):
-            linear_parts(x, weight, None, launch=PartsLaunch(16, 32, 2, 4, 2))
+            linear_parts(x, weight, None, launch=Launch(16, 32, 4, 2, parts=2))

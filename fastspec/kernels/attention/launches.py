@@ -24,16 +24,6 @@ class TreeLaunch:
     least: int = 3
 
 
-@dataclass(frozen=True, slots=True)
-class FewLaunch:
-    """Slots of a block, warps, pipeline stages, and how many programs a processor holds at once."""
-
-    block_n: int
-    warps: int
-    stages: int
-    resident: int
-
-
 TREE: dict[tuple[int, int], tuple[tuple[int, TreeLaunch], ...]] = {
     (2, 64): (
         (16, TreeLaunch(16, 32, 4, 3, 2)),
@@ -61,15 +51,15 @@ TREE: dict[tuple[int, int], tuple[tuple[int, TreeLaunch], ...]] = {
 """By bytes of an element and head size, rounded up to a power of two: for at most so many matrix rows; the last takes
 the rest."""
 
-FEW: dict[tuple[int, int], tuple[FewLaunch, FewLaunch]] = {
-    (2, 64): (FewLaunch(64, 4, 2, 2), FewLaunch(128, 4, 3, 1)),
-    (2, 128): (FewLaunch(64, 4, 2, 2), FewLaunch(128, 4, 3, 1)),
-    (2, 256): (FewLaunch(32, 4, 3, 2), FewLaunch(32, 4, 3, 2)),
-    (2, 512): (FewLaunch(16, 4, 3, 1), FewLaunch(16, 4, 3, 1)),
-    (4, 64): (FewLaunch(32, 4, 2, 2), FewLaunch(32, 4, 2, 2)),
-    (4, 128): (FewLaunch(32, 8, 2, 1), FewLaunch(32, 8, 2, 1)),
-    (4, 256): (FewLaunch(32, 8, 2, 1), FewLaunch(32, 8, 2, 1)),
-    (4, 512): (FewLaunch(16, 8, 1, 1), FewLaunch(16, 8, 1, 1)),
+FEW: dict[tuple[int, int], tuple[TreeLaunch, TreeLaunch]] = {
+    (2, 64): (TreeLaunch(16, 64, 4, 2, 2), TreeLaunch(16, 128, 4, 3, 1)),
+    (2, 128): (TreeLaunch(16, 64, 4, 2, 2), TreeLaunch(16, 128, 4, 3, 1)),
+    (2, 256): (TreeLaunch(16, 32, 4, 3, 2), TreeLaunch(16, 32, 4, 3, 2)),
+    (2, 512): (TreeLaunch(16, 16, 4, 3, 1), TreeLaunch(16, 16, 4, 3, 1)),
+    (4, 64): (TreeLaunch(16, 32, 4, 2, 2), TreeLaunch(16, 32, 4, 2, 2)),
+    (4, 128): (TreeLaunch(16, 32, 8, 2, 1), TreeLaunch(16, 32, 8, 2, 1)),
+    (4, 256): (TreeLaunch(16, 32, 8, 2, 1), TreeLaunch(16, 32, 8, 2, 1)),
+    (4, 512): (TreeLaunch(16, 16, 8, 1, 1), TreeLaunch(16, 16, 8, 1, 1)),
 }
 """For a few queries, by the same: over a short text, and over a long one."""
 

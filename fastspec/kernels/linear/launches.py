@@ -7,9 +7,7 @@ stack_h200.jsonl and stack_steps_h200.jsonl in benchmarks/results). What was tun
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 import torch
 
@@ -19,7 +17,8 @@ class Launch:
     """Launch of a product: weight tiles of channels x depth, a program for each tile of channels, warps and
     pipeline stages.
 
-    `tma` reads the weights through a tensor descriptor, which wants lines of a multiple of 16 bytes.
+    `tma` reads the weights through a tensor descriptor, which wants lines of a multiple of 16 bytes. Of several `parts`
+    of the depth, which `linear_parts` makes, each has programs of its own.
     """
 
     channels: int
@@ -27,6 +26,7 @@ class Launch:
     warps: int
     stages: int
     tma: bool = False
+    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +36,6 @@ class RowLaunch:
     channels: int
     depth: int
     warps: int
-
-
-@dataclass(frozen=True, slots=True)
-class PartsLaunch:
-    """Weight tiles of channels x depth, the parts of the inner size, warps and pipeline stages."""
-
-    channels: int
-    depth: int
-    parts: int
-    warps: int
-    stages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +75,12 @@ class ExpertsLaunch:
     large_stages: int
 
 
-AnyLaunch = TypeVar("AnyLaunch", Launch, RowLaunch)
-
-
 @dataclass(frozen=True, slots=True)
-class LaunchRule(Generic[AnyLaunch]):
+class LaunchRule:
     """A row of a table: the launch of products with SwiGLU or without, of at least so much depth and so many channels,
     at most so many weights, and where `wide`, of more channels than depth."""
 
-    launch: AnyLaunch
+    launch: Launch | RowLaunch
     gated: bool = False
     depth: int = 0
     channels: int = 0
@@ -113,26 +99,24 @@ class LaunchRule(Generic[AnyLaunch]):
         )
 
 
-def first_of(rules: Iterable[LaunchRule[AnyLaunch]], channels: int, depth: int, gated: bool) -> AnyLaunch | None:
-    """The launch of the first rule that holds."""
-    return next((rule.launch for rule in rules if rule.holds(channels, depth, gated)), None)
-
-
 MOST_TUNED = 64
 """Rows of products whose launch may be tuned: what a Launch holds at once."""
 
-ROW = (
-    LaunchRule(RowLaunch(2, 2048, 4), gated=True, depth=2049),
-    LaunchRule(RowLaunch(2, 512, 1), gated=True, depth=1025),
-    LaunchRule(RowLaunch(4, 1024, 4), gated=True),
-    LaunchRule(RowLaunch(4, 512, 2), channels=65536),
-    LaunchRule(RowLaunch(4, 1024, 4), depth=2049, channels=2049),
-    LaunchRule(RowLaunch(4, 2048, 8), depth=2049),  # few programs: longer blocks
-    LaunchRule(RowLaunch(4, 2048, 4), depth=1025),
-    LaunchRule(RowLaunch(4, 1024, 2), depth=513),
-    LaunchRule(RowLaunch(4, 512, 1)),  # a line at once
-)
-ROWS: tuple[tuple[int, tuple[LaunchRule[Launch], ...]], ...] = (
+ROWS: tuple[tuple[int, tuple[LaunchRule, ...]], ...] = (
+    (
+        1,
+        (
+            LaunchRule(RowLaunch(2, 2048, 4), gated=True, depth=2049),
+            LaunchRule(RowLaunch(2, 512, 1), gated=True, depth=1025),
+            LaunchRule(RowLaunch(4, 1024, 4), gated=True),
+            LaunchRule(RowLaunch(4, 512, 2), channels=65536),
+            LaunchRule(RowLaunch(4, 1024, 4), depth=2049, channels=2049),
+            LaunchRule(RowLaunch(4, 2048, 8), depth=2049),  # few programs: longer blocks
+            LaunchRule(RowLaunch(4, 2048, 4), depth=1025),
+            LaunchRule(RowLaunch(4, 1024, 2), depth=513),
+            LaunchRule(RowLaunch(4, 512, 1)),  # a line at once
+        ),
+    ),
     (
         16,
         (
@@ -209,18 +193,8 @@ def launch_for(
     is as good."""
     if dtype == torch.float32 or not 0 < rows <= MOST_TUNED:
         return None
-    if rows == 1:
-        return row_launch_for(channels, depth, swiglu)
     rules = next(rules for most, rules in ROWS if rows <= most)
-    return first_of(rules, channels, depth, swiglu)
-
-
-def row_launch_for(channels: int, depth: int, swiglu: bool = False) -> RowLaunch:
-    """The launch of a row [depth] times `channels` output channels (twice as many weights with swiglu) in half
-    precision."""
-    launch = first_of(ROW, channels, depth, swiglu)
-    assert launch is not None  # the last rule of each kind holds for all
-    return launch
+    return next((rule.launch for rule in rules if rule.holds(channels, depth, swiglu)), None)
 
 
 def experts_launch_for(
@@ -235,14 +209,14 @@ def experts_launch_for(
     return next(launch for most, launch in table if tokens <= most or not most)
 
 
-def parts_launch_for(rows: int, channels: int, depth: int, dtype: torch.dtype) -> PartsLaunch | None:
+def parts_launch_for(rows: int, channels: int, depth: int, dtype: torch.dtype) -> Launch | None:
     """The launch of x [rows, depth] times `channels` output channels in parts; None: `linear` is as good, or what it
     does is not known."""
     tiles, step = -(-channels // 64), 64 if depth % 128 else 128
     deep = depth >= 4096 or (rows > 16 and depth > 2 * channels)
     if dtype == torch.float32 or not 1 < rows <= 64 or depth % step or not deep or 2 * tiles > MULTIPROCESSORS:
         return None
-    return PartsLaunch(64, step, min(depth // step, MULTIPROCESSORS // tiles), 4, 6 if rows <= 16 else 4)
+    return Launch(64, step, 4, 6 if rows <= 16 else 4, parts=min(depth // step, MULTIPROCESSORS // tiles))
 
 
 def _few_weights(rows: int, channels: int, depth: int, swiglu: bool = False) -> bool:

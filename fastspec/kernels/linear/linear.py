@@ -14,7 +14,6 @@ others: what waits for the sums is the next launch, which reads them where it wo
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 import triton
@@ -24,6 +23,7 @@ from torch.nn import functional as F
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fastspec.kernels.arguments import dtypes_of
 from fastspec.kernels.launch import dependent, has_descriptors, padded, prefetch, stages_within
 from fastspec.kernels.linear import swiglu as swiglu_kernel
 from fastspec.kernels.linear.hopper import hopper_linear, takes
@@ -32,7 +32,6 @@ from fastspec.kernels.linear.launches import (
     MOST_TUNED,
     HopperLaunch,
     Launch,
-    PartsLaunch,
     RowLaunch,
     hopper_launch_for,
     hopper_parts,
@@ -139,31 +138,39 @@ def _linear_kernel(
 _SERVED = ({torch.bfloat16}, {torch.float16}, {torch.float32})
 
 
-def _chosen(
-    x: Tensor, weight: Tensor, rows: int, channels: int, swiglu: bool
-) -> Launch | RowLaunch | HopperLaunch | None:
-    """The launch of x [..., K] in so many rows, by its device too."""
-    depth, launch = weight.shape[1], None
-    if 0 < rows <= MOST_TUNED and x.dtype != torch.float32 and x.shape[-1] == depth:
-        place = 1 if rows == 1 else padded(rows), channels, depth, x.dtype
-        found = find("gate_up" if swiglu else "linear", x.device, place, (rows, channels, depth, x.dtype))
-        if found is not MISSING and (not isinstance(found, HopperLaunch) or takes(x.reshape(rows, depth), weight)):
-            return found  # type: ignore[no-any-return]
-    if rows and x.shape[-1] == depth and takes(x.reshape(rows, depth), weight):
-        launch = hopper_launch_for(rows, channels, depth, swiglu)
+def _lie(*operands: Tensor | None) -> bool:
+    """True where the last dimension of each is contiguous."""
+    return all(operand is None or operand.stride(-1) == 1 for operand in operands)
+
+
+def _chosen(op: str, x: Tensor, weight: Tensor, rows: int, channels: int) -> Launch | RowLaunch | HopperLaunch | None:
+    """The launch of an op, "linear", "gate_up" or "linear_parts", of x [..., K] in so many rows, by its device too."""
+    depth, swiglu, hopper = weight.shape[1], op == "gate_up", False
+    if rows and x.shape[-1] == depth:
+        hopper = takes(x.reshape(rows, depth), weight)
+        if rows <= MOST_TUNED and x.dtype != torch.float32:
+            place = 1 if rows == 1 else padded(rows), channels, depth, x.dtype
+            found = find(op, x.device, place, (rows, channels, depth, x.dtype))
+            if found is not MISSING and (hopper or not isinstance(found, HopperLaunch)):
+                return found  # type: ignore[no-any-return]
+    if op == "linear_parts":
+        parts = hopper_parts(rows, channels, depth) if hopper else 1
+        return (
+            hopper_launch_for(rows, channels, depth, parts=parts)
+            if parts > 1
+            else parts_launch_for(rows, channels, depth, x.dtype)
+        )
+    launch = hopper_launch_for(rows, channels, depth, swiglu) if hopper else None
     return launch_for(rows, channels, depth, x.dtype, swiglu) if launch is None else launch
 
 
 def row_launch_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> RowLaunch | None:
     """The launch of x [..., K] times weight [M, K] where that is one row's, else None; the table's, where torch or
     another kernel was found to be faster by itself."""
-    operands = [operand for operand in (x, weight, bias) if operand is not None]
-    graded = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
-    served = {each.dtype for each in operands} in _SERVED and all(each.stride(-1) == 1 for each in operands)
     channels, depth = weight.shape
-    if graded or not served or not depth or x.numel() != depth:
+    if dtypes_of(x, weight, bias) not in _SERVED or not _lie(x, weight, bias) or not depth or x.numel() != depth:
         return None
-    for launch in (_chosen(x, weight, 1, channels, swiglu=False), launch_for(1, channels, depth, x.dtype)):
+    for launch in (_chosen("linear", x, weight, 1, channels), launch_for(1, channels, depth, x.dtype)):
         if isinstance(launch, RowLaunch):
             return launch
     return None
@@ -173,7 +180,7 @@ def gate_up(x: Tensor, weight: Tensor, bias: Tensor | None, kind: Activation = S
     """`reference.gate_up`: gate and up of x [..., K] times a packed weight [2 * M, K], plus bias [2 * M], joined ->
     [..., M]."""
     rows = x.numel() // max(1, x.shape[-1])
-    launch = _chosen(x, weight, rows, weight.shape[0] // 2, swiglu=True)
+    launch = _chosen("gate_up", x, weight, rows, weight.shape[0] // 2)
     if launch is None:
         return swiglu_kernel.swiglu(linear(x, weight, bias), kind)
     return linear(x, weight, bias, swiglu=True, launch=launch, kind=kind)
@@ -214,12 +221,10 @@ def linear(
         )
     rows = x.numel() // depth if depth else 0
     width = channels // 2 if swiglu else channels
-    operands = [operand for operand in (x, weight, bias) if operand is not None]
-    graded = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
-    if graded or {operand.dtype for operand in operands} not in _SERVED or not 0 < rows <= MAX_ROWS or not width:
+    if dtypes_of(x, weight, bias) not in _SERVED or not 0 < rows <= MAX_ROWS or not width:
         launch = None
     elif launch is None:
-        launch = _chosen(x, weight, rows, width, swiglu)
+        launch = _chosen("gate_up" if swiglu else "linear", x, weight, rows, width)
     if launch is None:
         out = F.linear(x, weight, bias)
         return opened(out[..., :width], kind) * out[..., width:] if swiglu else out
@@ -314,7 +319,7 @@ def _parts_kernel(
 
 
 def linear_parts(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, launch: PartsLaunch | HopperLaunch | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, launch: Launch | RowLaunch | HopperLaunch | None = None
 ) -> Tensor | Parts:
     """`linear` of x [..., K] and weight [M, K], bias [M]: the product [..., M], or the parts that it is the sum of, a
     bias in the first.
@@ -323,24 +328,10 @@ def linear_parts(
     otherwise). Without a launch for the size, and where gradients are wanted, it is `linear`.
     """
     channels, depth = weight.shape
-    operands = [operand for operand in (x, weight, bias) if operand is not None]
     rows = x.numel() // depth if depth else 0
-    if launch is None:
-        plain = len({operand.dtype for operand in operands}) == 1 and all(
-            operand.stride(-1) == 1 for operand in operands
-        )
-        graded = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
-        if plain and not graded and x.shape[-1] == depth:
-            place = 1 if rows == 1 else padded(rows), channels, depth, x.dtype
-            found: Any = MISSING
-            if 0 < rows <= MOST_TUNED and x.dtype != torch.float32:
-                found = find("linear_parts", x.device, place, (rows, channels, depth, x.dtype))
-            if found is not MISSING and (not isinstance(found, HopperLaunch) or takes(x.reshape(rows, depth), weight)):
-                return linear(x, weight, bias) if found is None else linear_parts(x, weight, bias, launch=found)
-            parts = hopper_parts(rows, channels, depth) if rows and takes(x.reshape(rows, depth), weight) else 1
-            size = rows, channels, depth
-            launch = hopper_launch_for(*size, parts=parts) if parts > 1 else parts_launch_for(*size, x.dtype)
-    if launch is None:
+    if launch is None and len(dtypes_of(x, weight, bias)) == 1 and _lie(x, weight, bias) and x.shape[-1] == depth:
+        launch = _chosen("linear_parts", x, weight, rows, channels)
+    if launch is None or isinstance(launch, RowLaunch):
         return linear(x, weight, bias)
     if x.shape[-1] != depth or depth % launch.depth or not rows:
         raise ValueError(

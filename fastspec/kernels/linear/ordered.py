@@ -18,6 +18,7 @@ import triton
 from torch import Tensor
 from torch.nn import functional as F
 
+from fastspec.kernels.arguments import dtypes_of
 from fastspec.kernels.linear import linear as portable
 from fastspec.kernels.linear import swiglu
 from fastspec.kernels.linear.hopper import hopper_linear, takes
@@ -114,10 +115,8 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, kind: 
     """The product of x [..., K], or None where it is torch's."""
     depth, channels = weight.shape[1], weight.shape[0] // (1 + gated)
     rows = x.numel() // depth if depth else 0
-    operands = [operand for operand in (x, weight, bias) if operand is not None]
-    graded = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
-    dtypes = {each.dtype for each in operands}
-    if graded or not rows or not channels or dtypes not in (*HALVES, FLOATS):
+    dtypes = dtypes_of(x, weight, bias)
+    if not rows or not channels or dtypes not in (*HALVES, FLOATS):
         return None
     flat, floats = x.reshape(rows, depth), dtypes == FLOATS
     hopper = takes(weight, weight)  # not by the rows: the parts follow from the weight alone
@@ -153,9 +152,14 @@ def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | Par
     channels, depth = weight.shape
     rows = x.numel() // depth if depth else 0
     parts = parts_of(channels, depth, False)
-    halves = {x.dtype, weight.dtype} in HALVES and not (torch.is_grad_enabled() and weight.requires_grad)
     flat = x.reshape(rows, -1)
-    if parts == 1 or bias is not None or not halves or not 0 < rows <= FEW_ROWS or not takes(flat, weight):
+    if (
+        parts == 1
+        or bias is not None
+        or dtypes_of(x, weight) not in HALVES
+        or not 0 < rows <= FEW_ROWS
+        or not takes(flat, weight)
+    ):
         return linear(x, weight, bias)
     launch = (few_launch if rows <= TALLEST else tall_launch)(rows, channels, depth, False, parts=parts)
     out = torch.empty((parts, *x.shape[:-1], channels), dtype=torch.float32, device=x.device)

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastspec.kernels.arguments import FLOATS, PACKED, expect
+from fastspec.kernels.arguments import FLOATS, PACKED, dtypes_of, expect
 from fastspec.kernels.launch import dependent, padded, prefetch, prefetched, runs_ptx, stages_within
 from fastspec.kernels.linear import reference as linear_reference
 from fastspec.kernels.linear.launches import MAX_ROWS, Launch
@@ -414,9 +414,7 @@ def served(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> int:
     channels, depth = weight.shape
     expect("stored product", (*x.shape[:-1], depth), FLOATS, PACKED, x=x)
     rows = x.numel() // depth if depth else 0
-    operands = [operand for operand in (x, bias) if operand is not None]
-    graded = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
-    return 0 if graded or not 0 < rows <= MAX_ROWS or not channels else rows
+    return rows if dtypes_of(x, bias) and 0 < rows <= MAX_ROWS and channels else 0
 
 
 def dequantised(weight: StoredWeight, dtype: torch.dtype) -> Tensor:

@@ -13,22 +13,20 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels.attention import tree
-from fastspec.kernels.attention.launches import FewLaunch, TreeLaunch
+from fastspec.kernels.attention.launches import TreeLaunch
 from fastspec.kernels.attention.layout import attention_layout
 from fastspec.kernels.attention.reference import attention_layout as plain_layout
 from fastspec.kernels.attention.reference import tree_attention as plain_attention
 from fastspec.kernels.linear import hopper, linear
 from fastspec.kernels.linear import reference as products
-from fastspec.kernels.linear.launches import HopperLaunch, Launch, PartsLaunch, RowLaunch
+from fastspec.kernels.linear.launches import HopperLaunch, Launch, RowLaunch
 from fastspec.kernels.tuned_launches import Place, forced
 
 KINDS: dict[str, Any] = {
     "rows": Launch,
     "row": RowLaunch,
     "hopper": HopperLaunch,
-    "parts": PartsLaunch,
     "tree": TreeLaunch,
-    "few": FewLaunch,
 }
 """The names of launches in the file that keeps them."""
 COPIES_OF = 128 << 20
@@ -110,7 +108,7 @@ def _of_parts(rows: int, depth: int, on_hopper: bool) -> list[Any]:
     found: list[Any] = []
     for deep, count in product((64, 128), (2, 3, 4, 6, 8, 14)):
         if depth % deep == 0 and depth // deep >= 2 * count and rows > 1:
-            found += [PartsLaunch(64, deep, count, 4, stages) for stages in (4, 6)]
+            found += [Launch(64, deep, 4, stages, parts=count) for stages in (4, 6)]
             found += [HopperLaunch(64, deep, min(4, depth // deep // count), 2, count)] if on_hopper else []
     return found
 
@@ -133,7 +131,9 @@ def _attention(op: str, place: Place, about: Any, device: torch.device) -> Trial
     wide, blocks = (4 if dtype == torch.float32 else 2) * max(64, size), (16, 32, 64, 128)
     launches: list[Any]
     if op == "few_attention":
-        launches = [FewLaunch(*each) for each in product(blocks, (4, 8), (2, 3), (1, 2)) if each[0] * wide <= 128 * 256]
+        launches = [
+            TreeLaunch(16, *each) for each in product(blocks, (4, 8), (2, 3), (1, 2)) if each[0] * wide <= 128 * 256
+        ]
     else:
         tiles = [*((*each, 4) for each in product((16, 32, 64), (32, 64))), (128, 64, 8), (128, 128, 8)]
         tiles = [tile for tile in tiles if tile[1] * wide <= 128 * 256]

@@ -18,10 +18,10 @@ from fastspec import files
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.kernels import tuned_launches
 from fastspec.kernels.attention import few_queries, tree
-from fastspec.kernels.attention.launches import FewLaunch, TreeLaunch
+from fastspec.kernels.attention.launches import TreeLaunch
 from fastspec.kernels.launch import padded
 from fastspec.kernels.linear import linear
-from fastspec.kernels.linear.launches import HopperLaunch, PartsLaunch, RowLaunch
+from fastspec.kernels.linear.launches import HopperLaunch, RowLaunch
 from fastspec.kernels.linear.linear import Launch
 from fastspec.kernels.tuned_launches import MISSING
 from fastspec.patches.backends import TORCH, triton_ops
@@ -67,8 +67,8 @@ PLACES = {
     "rows": ("linear", (16, 48, 128, HALF), (5, 48, 128, HALF), Launch),
     "a gated row": ("gate_up", (1, 32, 64, HALF), (1, 32, 64, HALF), RowLaunch),
     "gated rows": ("gate_up", (16, 32, 64, HALF), (5, 32, 64, HALF), Launch),
-    "parts": ("linear_parts", (16, 48, 512, HALF), (5, 48, 512, HALF), PartsLaunch),
-    "few queries": ("few_attention", (HALF, 16, 2, 1, 64), (1, 1, 4, 2, 16, 40, True, HALF), FewLaunch),
+    "parts": ("linear_parts", (16, 48, 512, HALF), (5, 48, 512, HALF), Launch),
+    "few queries": ("few_attention", (HALF, 16, 2, 1, 64), (1, 1, 4, 2, 16, 40, True, HALF), TreeLaunch),
     "a tree": ("tree_attention", (HALF, 16, 2, 64, 128), (1, 20, 4, 2, 16, 90, False, HALF), TreeLaunch),
 }
 
@@ -220,9 +220,9 @@ def test_other_places_stay_when_a_second_model_is_tuned(folder):
             [
                 Launch(16, 128, 4, 4, tma=True),
                 HopperLaunch(64, 128, 4, 2),
-                PartsLaunch(64, 128, 2, 4, 4),
+                Launch(64, 128, 4, 4, parts=2),
                 TreeLaunch(16, 32, 4, 2, 1),
-                FewLaunch(32, 4, 2, 1),
+                TreeLaunch(16, 32, 4, 2, 1, least=2),
             ]
         )
     }
