@@ -226,13 +226,14 @@ def rope_cache(
     expect("rope_cache", cos.shape, None, PACKED, sin=sin)
     expect("rope_cache", (batch, nodes), torch.int64, positions=positions, slots=slots)
     norm = q_norm is not None and k_norm is not None
-    expect("rope_cache", (size,), qkv.dtype, CONTIGUOUS, q_norm=q_norm, k_norm=k_norm)
-    expect("rope_cache", cos.shape[:1], torch.float32, CONTIGUOUS, factor=factor)
+    if q_norm is not None and k_norm is not None:
+        expect("rope_cache", (size,), qkv.dtype, CONTIGUOUS, q_norm=q_norm, k_norm=k_norm)
+    if factor is not None:
+        expect("rope_cache", cos.shape[:1], torch.float32, CONTIGUOUS, factor=factor)
     q = qkv.new_empty((batch, nodes, q_heads, size))
     if q.numel() == 0:
         return q
     half_block, rest = max(4, triton.next_power_of_2(half)), size - 2 * half
-    size_block = max(4, triton.next_power_of_2(size))
     parts = triton.cdiv(q_heads, HEADS) + 2 * triton.cdiv(kv_heads, HEADS)
     read, written = (qkv, cos, sin, positions, slots), (q, k_cache, v_cache)
     weights = q_norm if norm else qkv, k_norm if norm else qkv, qkv if factor is None else factor
@@ -249,7 +250,7 @@ def rope_cache(
         HQ=q_heads,
         HKV=kv_heads,
         SIZE=size,
-        SIZE_BLOCK=size_block,
+        SIZE_BLOCK=max(4, triton.next_power_of_2(size)),
         HALF=half,
         HALF_BLOCK=half_block,
         REST_BLOCK=max(4, triton.next_power_of_2(rest)) if rest else 0,
@@ -261,7 +262,12 @@ def rope_cache(
         TIES_VALUES=ties_values,
         PAIRS=interleaved,
         FACTOR=factor is not None,
-        num_warps=min(8, max(1, HEADS * size_block // 512)),  # 16 bytes of half precision a thread in each half
+        num_warps=_warps(size),
         **dependent(q.device),
     )
     return q
+
+
+def _warps(size: int) -> int:
+    """16 bytes of half precision per thread in each half of HEADS heads."""
+    return min(8, max(1, HEADS * int(triton.next_power_of_2(size)) // 2 // 256))

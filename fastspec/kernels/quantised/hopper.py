@@ -37,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma as mm
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait as mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from fastspec.kernels.launch import dependent, is_hopper
+from fastspec.kernels.launch import dependent, is_hopper, prefetched
 from fastspec.kernels.linear.hopper import _joined, _load, barrier
 from fastspec.kernels.linear.launches import MULTIPROCESSORS, HopperLaunch
 from fastspec.kernels.linear.reference import SILU, Activation
@@ -56,6 +56,51 @@ SHALLOW = 1024
 """Depth of a program up to which more programs are faster than tall ones."""
 STAGES, SHARED = 4, 224 << 10
 """Of a program, at most, and the bytes of all that stand on a multiprocessor."""
+
+
+class StoredOperands(NamedTuple):
+    """A weight as a kernel takes it; on Hopper, whose descriptors of codes are arguments of their own, what it does not
+    read is None."""
+
+    codes: Tensor | None
+    scales: Tensor
+    zeros: Tensor | None
+    groups: Tensor | None
+    nested: Tensor | None
+    factors: Tensor | None
+    offset: Tensor | None
+    bias: Tensor | None
+    lines: int
+    columns: int
+    """Scales of a line."""
+    block_m: int
+    block_k: int | None
+    stride: int | None
+    ahead: int | None
+    """Bytes of each line that may be prefetched."""
+    first: int | None
+    """Output channel of its first line."""
+
+
+def operands_of(weight: StoredWeight, bias: Tensor | None, first: int = 0) -> StoredOperands:
+    """A weight and its bias, whose first output channel is `first`."""
+    nested = weight.nested
+    return StoredOperands(
+        weight.codes,
+        weight.scales,
+        weight.zeros,
+        weight.groups,
+        None if nested is None else nested.table,
+        None if nested is None else nested.factors,
+        None if nested is None else nested.offset,
+        bias,
+        weight.shape[0],
+        weight.scales.shape[1],
+        *weight.block,
+        weight.codes.stride(0),
+        prefetched(weight.codes, 256),
+        first,
+    )
 
 
 @gluon.jit
@@ -427,7 +472,7 @@ def _hopper_stored(
     STAGES: gl.constexpr = FORM.stages
     codes = (d_first, d_second, d_third)
     tile, part, which, first, lines = gl.program_id(0) // S, gl.program_id(0) % S, 0, 0, weights[0].lines
-    p_scales, p_bias, columns, block = weights[0].scales, weights[0].bias, weights[0].columns, weights[0].block
+    p_scales, p_bias, columns, block = weights[0].scales, weights[0].bias, weights[0].columns, weights[0].block_m
     p_zeros, p_nested, p_factors, p_offset = weights[0].zeros, weights[0].nested, weights[0].factors, weights[0].offset
     if FORM.gates == 1:
         for i in gl.static_range(1, COUNT):
@@ -436,7 +481,7 @@ def _hopper_stored(
                 tile -= tiles
                 which = i
                 first += lines
-                lines, columns, block = weights[i].lines, weights[i].columns, weights[i].block
+                lines, columns, block = weights[i].lines, weights[i].columns, weights[i].block_m
                 p_scales = weights[i].scales
                 if FORM.zeros:
                     p_zeros = weights[i].zeros
@@ -575,20 +620,8 @@ def hopper_stored(
         described.append(
             _descriptor(codes.view(torch.int32), (64 if launch.ring else launch.channels) // gates, width, gl.int32)
         )
-        nested = weight.nested
-        operands.append(
-            HopperOperands(
-                weight.scales,
-                weight.zeros,
-                None if nested is None else nested.table,
-                None if nested is None else nested.factors,
-                None if nested is None else nested.offset,
-                bias,
-                weight.shape[0],
-                weight.scales.shape[1],
-                weight.block[0],
-            )
-        )
+        whole = operands_of(weight, bias)
+        operands.append(whole._replace(codes=None, groups=None, block_k=None, stride=None, ahead=None, first=None))
         tiles += -(-weight.shape[0] // lines)
     rows_of_parts = x if side == 1 else x.view(rows * side, -1)
     steps = launch.depth // step
@@ -668,22 +701,6 @@ class HopperForm:
     room: str = ROOM
     place: str = PLACE
     fill: str = FILL
-
-
-class HopperOperands(NamedTuple):
-    """A weight as the kernel takes it, beside its codes: the descriptors of a launch are arguments of their own."""
-
-    scales: Tensor
-    zeros: Tensor | None
-    nested: Tensor | None
-    factors: Tensor | None
-    offset: Tensor | None
-    bias: Tensor | None
-    lines: int
-    columns: int
-    """Scales of a line."""
-    block: int
-    """Lines that share scales."""
 
 
 def _descriptor(x: Tensor, lines: int, depth: int, dtype: Any) -> Any:

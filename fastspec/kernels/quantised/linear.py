@@ -23,14 +23,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastspec.kernels.arguments import FLOATS, PACKED, dtypes_of, expect
-from fastspec.kernels.launch import dependent, padded, prefetch, prefetched, runs_ptx, stages_within
+from fastspec.kernels.launch import dependent, padded, prefetch, runs_ptx, stages_within
 from fastspec.kernels.linear import reference as linear_reference
 from fastspec.kernels.linear.launches import MAX_ROWS, Launch
 from fastspec.kernels.linear.reference import Activation, Parts
 from fastspec.kernels.linear.swiglu import gated
 from fastspec.kernels.quantised import reference
 from fastspec.kernels.quantised.conversions import assembly
-from fastspec.kernels.quantised.hopper import hopper_stored, parts_of, takes
+from fastspec.kernels.quantised.hopper import hopper_stored, operands_of, parts_of, takes
 from fastspec.kernels.quantised.hopper import launch_of as hopper_launch_of
 from fastspec.kernels.quantised.reference import Codes, Numbers, StoredWeight
 
@@ -324,48 +324,6 @@ def _dequantise_kernel(
     tl.store(p_out + o_line[:, None] * K + o_k[None, :], b_out.to(OWN).to(p_out.dtype.element_ty), mask=m_out)
 
 
-class StoredOperands(NamedTuple):
-    """A weight as the kernel takes it."""
-
-    codes: Tensor
-    scales: Tensor
-    zeros: Tensor | None
-    groups: Tensor | None
-    nested: Tensor | None
-    factors: Tensor | None
-    offset: Tensor | None
-    bias: Tensor | None
-    lines: int
-    columns: int
-    block_m: int
-    block_k: int
-    stride: int
-    ahead: int
-    """Bytes of each line that may be prefetched."""
-    first: int
-    """Output channel of its first line."""
-
-
-def _operands(weight: StoredWeight, bias: Tensor | None, first: int) -> StoredOperands:
-    nested = weight.nested
-    return StoredOperands(
-        weight.codes,
-        weight.scales,
-        weight.zeros,
-        weight.groups,
-        None if nested is None else nested.table,
-        None if nested is None else nested.factors,
-        None if nested is None else nested.offset,
-        bias,
-        weight.shape[0],
-        weight.scales.shape[1],
-        *weight.block,
-        weight.codes.stride(0),
-        prefetched(weight.codes, 256),
-        first,
-    )
-
-
 class StoredForm(NamedTuple):
     """Form that the weights of one launch have in common."""
 
@@ -424,7 +382,7 @@ def dequantised(weight: StoredWeight, dtype: torch.dtype) -> Tensor:
     lines, deep = (16, 256) if kind.bits == 8 else (8, 512)
     _dequantise_kernel[(-(-channels // lines), -(-depth // deep))](
         out,
-        _operands(weight, None, 0),
+        operands_of(weight, None),
         depth,
         reference.table(kind, weight.device) if kind.table else None,
         BM=lines,
@@ -517,7 +475,7 @@ def _launch(
     (rows, depth), one, form = x.shape, weights[0], StoredForm.of(weights[0], biases[0])
     operands, first = [], 0
     for weight, bias in zip(weights, biases, strict=True):
-        operands.append(_operands(weight, bias, first))
+        operands.append(operands_of(weight, bias, first))
         first += weight.shape[0]
     tall, gates = min(TALLEST, padded(rows)), 1 if kind is None else 2
     stage = gates * launch.channels * launch.depth * one.kind.bits // 8 + tall * launch.depth * x.element_size()
