@@ -215,8 +215,8 @@ def hopper_linear(
     tiles = -(-rows * side // wide)
     groups = -(-tiles // GROUP)
     _hopper_linear[(-(-tiles // groups), -(-width * side // launch.channels) * launch.parts, groups)](
-        _descriptor(weight, launch.channels, launch.depth),
-        _descriptor(x, wide, launch.depth),
+        descriptor(weight, launch.channels, launch.depth),
+        descriptor(x, wide, launch.depth),
         bias,
         out,
         rows,
@@ -241,8 +241,10 @@ def hopper_linear(
     )
 
 
-def _descriptor(x: Tensor, lines: int, depth: int) -> Any:
-    dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
-    return TensorDescriptor(
-        x, list(x.shape), list(x.stride()), [lines, depth], gl.NVMMASharedLayout.get_default_for([lines, depth], dtype)
-    )
+_NUMBERS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.int32: gl.int32}
+
+
+def descriptor(x: Tensor, lines: int, depth: int) -> Any:
+    """x [., .] as tiles of lines x depth, swizzled as tensor cores read them."""
+    layout = gl.NVMMASharedLayout.get_default_for([lines, depth], _NUMBERS[x.dtype])
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [lines, depth], layout)

@@ -35,10 +35,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared 
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma as mma
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait as mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fastspec.kernels.launch import dependent, is_hopper, prefetched
-from fastspec.kernels.linear.hopper import _joined, _load, barrier
+from fastspec.kernels.linear.hopper import _joined, _load, barrier, descriptor
 from fastspec.kernels.linear.launches import MULTIPROCESSORS, HopperLaunch
 from fastspec.kernels.linear.reference import SILU, Activation
 from fastspec.kernels.quantised.conversions import FILL, PLACE, ROOM, pair_assembly, pair_table
@@ -617,9 +616,7 @@ def hopper_stored(
         codes = codes if side == 1 else codes.view(-1, codes.shape[1] // side)
         width = launch.depth * bits // 32
         width = width if gates == 1 else min(width, 32)  # of two weights a tile is as wide as its swizzle
-        described.append(
-            _descriptor(codes.view(torch.int32), (64 if launch.ring else launch.channels) // gates, width, gl.int32)
-        )
+        described.append(descriptor(codes.view(torch.int32), (64 if launch.ring else launch.channels) // gates, width))
         whole = operands_of(weight, bias)
         operands.append(whole._replace(codes=None, groups=None, block_k=None, stride=None, ahead=None, first=None))
         tiles += -(-weight.shape[0] // lines)
@@ -657,7 +654,7 @@ def hopper_stored(
     _hopper_stored[(tiles // gates * launch.parts, -(-rows * side // launch.rows))](
         *(described + described[:1] * 2)[:3],
         tuple(operands),
-        _descriptor(rows_of_parts, launch.rows, launch.depth, gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16),
+        descriptor(rows_of_parts, launch.rows, launch.depth),
         out,
         rows,
         out.shape[-1],
@@ -701,8 +698,3 @@ class HopperForm:
     room: str = ROOM
     place: str = PLACE
     fill: str = FILL
-
-
-def _descriptor(x: Tensor, lines: int, depth: int, dtype: Any) -> Any:
-    layout = gl.NVMMASharedLayout.get_default_for([lines, depth], dtype)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [lines, depth], layout)
