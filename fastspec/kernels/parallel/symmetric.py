@@ -78,11 +78,17 @@ def reachable(group: dist.ProcessGroup) -> bool:
 @cache
 def _space(group: dist.ProcessGroup, device: torch.device) -> Tensor:
     """Room [TWO_SHOT_BYTES] uint8 that all of the group read. Every process makes it at the same sum, the first that
-    goes this way, which is not captured. Multicast, which torch would set up along with it, is left off unless the
-    environment asks for it."""
+    goes this way, which is not captured."""
+    return shared((TWO_SHOT_BYTES,), torch.uint8, group, device)[0]
+
+
+def shared(
+    shape: tuple[int, ...], dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device
+) -> tuple[Tensor, Any]:
+    """A tensor that all of the group make alike and each sees of all, and its handle. Multicast, which torch would set
+    up along with it, is left off unless the environment asks for it."""
     from torch.distributed import _symmetric_memory as symmetric
 
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    space = symmetric.empty(TWO_SHOT_BYTES, dtype=torch.uint8, device=device)
-    symmetric.rendezvous(space, group.group_name)
-    return space
+    space = symmetric.empty(shape, dtype=dtype, device=device)
+    return space, symmetric.rendezvous(space, group.group_name)

@@ -6,7 +6,6 @@ places of a space in turn, words [2, P, ROWS, W] int32 of P processes. (NVIDIA's
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from typing import NamedTuple
 
@@ -78,11 +77,7 @@ def words_of(size: int, dtype: torch.dtype) -> int:
 def _space(group: dist.ProcessGroup, device: torch.device, words: int) -> tuple[Tensor, Tensor]:
     """The addresses of every process's space for rows of so many words, and this one's counts. Every process makes them
     at the same sum, the first of such rows, which is not captured; all wait until all spaces are blank."""
-    from torch.distributed import _symmetric_memory as memory
-
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    space = memory.empty((2, group.size(), ROWS, words), dtype=torch.int32, device=device)
-    handle = memory.rendezvous(space, group.group_name)
+    space, handle = symmetric.shared((2, group.size(), ROWS, words), torch.int32, group, device)
     space.fill_(BLANK.value)
     torch.cuda.synchronize(device)
     dist.barrier(group)
