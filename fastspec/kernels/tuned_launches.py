@@ -27,11 +27,11 @@ def name_of(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def find(op: str, device: torch.device, place: Place, about: Any) -> Any:
-    """The launch that was tuned for a place, or MISSING. `about` says what was asked for, for `recorded`."""
+def find(op: str, device: torch.device, place: Place, about: Any, otherwise: Any = MISSING) -> Any:
+    """The launch that was tuned for a place, or another. `about` says what was asked for, for `recorded`."""
     if _asked is not None:
         _asked.setdefault((op, place), about)
-    return _launches.get((name_of(device), op, place), MISSING) if _launches else MISSING
+    return _launches.get((name_of(device), op, place), otherwise) if _launches else otherwise
 
 
 def install(device: str, launches: Mapping[tuple[str, Place], Any]) -> None:

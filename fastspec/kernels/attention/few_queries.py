@@ -33,7 +33,7 @@ from fastspec.kernels.attention.parts import (
     wrapped,
 )
 from fastspec.kernels.launch import dependent, stages_within, wait_for_previous
-from fastspec.kernels.tuned_launches import MISSING, find
+from fastspec.kernels.tuned_launches import find
 
 MAX_ROWS = 16
 LONG = 8192  # slots from which programs take wider blocks
@@ -183,10 +183,8 @@ def few_attention(
     launch = FEW[q.element_size(), max(64, block_d)][reach >= LONG]
     if layout.span is None and sinks is None and cap is None:
         place = q.dtype, size, heads // kv_heads, nodes, triton.next_power_of_2(extent)
-        found = find(
-            "few_attention", q.device, place, (batch, nodes, heads, kv_heads, size, extent, layout.chain, q.dtype)
-        )
-        launch = launch if found is MISSING else found
+        about = batch, nodes, heads, kv_heads, size, extent, layout.chain, q.dtype
+        launch = find("few_attention", q.device, place, about, launch)
     blocks = triton.cdiv(reach, launch.block_n) + (reach < extent)  # a span begins within a block
     splits = _splits(pairs, blocks, processors(q.device) * launch.resident)
     part, lse = part_buffers(out, kv_heads, splits)

@@ -42,7 +42,7 @@ from fastspec.kernels.attention.parts import (
     wrapped,
 )
 from fastspec.kernels.launch import dependent, stages_within, wait_for_previous
-from fastspec.kernels.tuned_launches import MISSING, find
+from fastspec.kernels.tuned_launches import find
 
 MERGE_COST = 4  # what a merge takes, in the time of a block
 PARTIAL_COST = 2  # what it takes to leave a part, likewise
@@ -293,10 +293,8 @@ def tree_attention(
     launch = _HOPPER if on_hopper else tree_launch_for(q.element_size(), block_d, rows, pairs, processors(q.device))
     if not on_hopper and span is None and sinks is None and cap is None:
         place = q.dtype, size, group, triton.next_power_of_2(rows), triton.next_power_of_2(extent)
-        found = find(
-            "tree_attention", q.device, place, (batch, nodes, q.shape[2], kv_heads, size, extent, chain, q.dtype)
-        )
-        launch = launch if found is MISSING else found
+        about = batch, nodes, q.shape[2], kv_heads, size, extent, chain, q.dtype
+        launch = find("tree_attention", q.device, place, about, launch)
     tiles = triton.cdiv(rows, launch.block_m)
     # the prefix and the tail begin a block each
     held, reach = triton.cdiv(extent, launch.block_n) + 1, layout.reach(extent)

@@ -216,17 +216,18 @@ def pick(scores: Tensor, uniform: Tensor | None, settings: SamplingSettings | No
     if scores.shape[-1] == 0:
         raise ValueError(f"pick: scores {list(scores.shape)} have no token; accepted is a last dimension of 1 or more")
     expect("pick", scores.shape[:-1], (torch.float32, torch.float64), uniform=uniform)
-    if uniform is None and scores.numel():
-        return _best(scores)
-    vocab = scores.shape[-1]
-    x = _in_rows(scores, 1)
+    ids = torch.empty(scores.shape[:-1], dtype=torch.int64, device=scores.device)
+    if not ids.numel():
+        return ids
+    if uniform is None:
+        keys = chunk_keys(scores)
+        padded = max(2, triton.next_power_of_2(keys.shape[1]))
+        _best_kernel[(len(keys),)](keys, ids, keys.shape[1], padded, num_warps=1, **dependent(scores.device))
+        return ids
+    x, vocab = _in_rows(scores, 1), scores.shape[-1]
     batch, nodes = x.shape[:2]
     rows, chunks, apart = batch * nodes, triton.cdiv(vocab, CHUNK), x.stride()[:2]
-    ids = torch.empty(scores.shape[:-1], dtype=torch.int64, device=scores.device)
-    if rows == 0:
-        return ids
     padded, pdl = max(2, triton.next_power_of_2(chunks)), dependent(scores.device)
-    assert uniform is not None
     u, settings = _in_rows(uniform, 0), settings or SamplingSettings()
     low, first = cut(x, settings) if settings.filters else (None, None)
     peak, mass = torch.empty(2, rows, chunks, dtype=torch.float32, device=scores.device)
@@ -263,14 +264,6 @@ def chunk_keys(scores: Tensor) -> Tensor:
         x, keys, vocab, nodes, keys.shape[1], *x.stride()[:2], CHUNK, num_warps=CHUNK_WARPS, **dependent(scores.device)
     )
     return keys
-
-
-def _best(scores: Tensor) -> Tensor:
-    """The argmax of every row."""
-    keys, ids = chunk_keys(scores), torch.empty(scores.shape[:-1], dtype=torch.int64, device=scores.device)
-    padded = max(2, triton.next_power_of_2(keys.shape[1]))
-    _best_kernel[(len(keys),)](keys, ids, keys.shape[1], padded, num_warps=1, **dependent(scores.device))
-    return ids
 
 
 def _in_rows(x: Tensor, trailing: int) -> Tensor:
