@@ -108,9 +108,13 @@ def _ask(codes, bars, w_smem, stage, which, line, o_k, wanted, FORM: gl.constexp
     COUNT: gl.constexpr = FORM.count
     LINES: gl.constexpr = FORM.lines // FORM.gates
     WORDS: gl.constexpr = w_smem.shape[2]
-    TILES: gl.constexpr = FORM.depth * FORM.bits // 32 // WORDS
+    TILES: gl.constexpr = FORM.launch.depth * FORM.bits // 32 // WORDS
     bar, o_word = bars.index(stage), o_k * FORM.bits // 32
-    mbarrier.expect(bar, FORM.groups * FORM.lines * FORM.depth * FORM.bits // 8 + FORM.rows * FORM.depth * 2, wanted)
+    mbarrier.expect(
+        bar,
+        FORM.groups * FORM.lines * FORM.launch.depth * FORM.bits // 8 + FORM.launch.rows * FORM.launch.depth * 2,
+        wanted,
+    )
     ALL: gl.constexpr = FORM.groups * TILES
     for i in gl.static_range(ALL):
         tile, o_tile = w_smem.index(stage * ALL + i), [line + i // TILES * LINES, o_word + i % TILES * WORDS]
@@ -126,16 +130,16 @@ def _load_ring(memory, place, FORM: gl.constexpr, PDL: gl.constexpr):
     """Loads of all stages, by a warp of its own: a place is written again once every group of warps is done with it."""
     codes, d_x, full, free, w_smem, x_smem = memory
     which, line, row, begin, count = place
-    STAGES: gl.constexpr = FORM.stages
+    STAGES: gl.constexpr = FORM.launch.stages
     for i in gl.static_range(STAGES):
-        _ask(codes, full, w_smem, i, which, line, (begin + i) * FORM.depth, i < count, FORM)
+        _ask(codes, full, w_smem, i, which, line, (begin + i) * FORM.launch.depth, i < count, FORM)
     if PDL:
         tl.extra.cuda.gdc_wait()
     for i in gl.static_range(STAGES):
-        _load(d_x, [row, (begin + i) * FORM.depth], full.index(i), x_smem.index(i), i < count)
+        _load(d_x, [row, (begin + i) * FORM.launch.depth], full.index(i), x_smem.index(i), i < count)
     stage, phase = 0, 0
     for turn in range(STAGES, count):
-        o_k = (begin + turn) * FORM.depth
+        o_k = (begin + turn) * FORM.launch.depth
         mbarrier.wait(free.index(stage), phase)
         _ask(codes, full, w_smem, stage, which, line, o_k, True, FORM)
         _load(d_x, [row, o_k], full.index(stage), x_smem.index(stage))
@@ -296,20 +300,20 @@ def _products(OF: gl.constexpr, memory, place, out, FORM: gl.constexpr, PDL: gl.
     table, weights, chosen, first, part, p_out, R, M = out
     dtype: gl.constexpr = d_x.dtype
     BM: gl.constexpr = FORM.lines
-    BR: gl.constexpr = FORM.rows
-    BK: gl.constexpr = FORM.depth
+    BR: gl.constexpr = FORM.launch.rows
+    BK: gl.constexpr = FORM.launch.depth
     STEP: gl.constexpr = FORM.step
     GATES: gl.constexpr = FORM.gates
-    SIDE: gl.constexpr = FORM.side
-    SERIES: gl.constexpr = FORM.series
+    SIDE: gl.constexpr = FORM.launch.side
+    SERIES: gl.constexpr = FORM.launch.series
     GROUP: gl.constexpr = FORM.group
     GROUPED: gl.constexpr = FORM.grouped
     NESTED: gl.constexpr = FORM.nested
     FACTORS: gl.constexpr = FORM.factors
     ZEROS: gl.constexpr = FORM.zeros
-    STAGES: gl.constexpr = FORM.stages
+    STAGES: gl.constexpr = FORM.launch.stages
     WARPS: gl.constexpr = FORM.warps
-    RING: gl.constexpr = FORM.ring
+    RING: gl.constexpr = FORM.launch.ring
     ASSEMBLY: gl.constexpr = FORM.assembly
     STEPS: gl.constexpr = BK // STEP
     ALONE: gl.constexpr = BR > 64 or SERIES > 1 or RING  # one part of a sum: registers hold no more
@@ -465,10 +469,10 @@ def _hopper_stored(
 ):
     """Out [R, M] in d_x's dtype, or apart [S, R, M] fp32. The grid's second side counts tiles of rows. With parts side
     by side codes and rows are those of the parts; a series divides the stages."""
-    BC: gl.constexpr = FORM.groups * FORM.lines // FORM.side // FORM.gates
-    S: gl.constexpr = FORM.parts
+    BC: gl.constexpr = FORM.groups * FORM.lines // FORM.launch.side // FORM.gates
+    S: gl.constexpr = FORM.launch.parts
     COUNT: gl.constexpr = FORM.count
-    STAGES: gl.constexpr = FORM.stages
+    STAGES: gl.constexpr = FORM.launch.stages
     codes = (d_first, d_second, d_third)
     tile, part, which, first, lines = gl.program_id(0) // S, gl.program_id(0) % S, 0, 0, weights[0].lines
     p_scales, p_bias, columns, block = weights[0].scales, weights[0].bias, weights[0].columns, weights[0].block_m
@@ -488,19 +492,19 @@ def _hopper_stored(
                     p_nested, p_factors, p_offset = weights[i].nested, weights[i].factors, weights[i].offset
                 if FORM.bias:
                     p_bias = weights[i].bias
-    line, row, count = tile * (BC * FORM.side), gl.program_id(1) * FORM.rows, stages // S
+    line, row, count = tile * (BC * FORM.launch.side), gl.program_id(1) * FORM.launch.rows, stages // S
     begin = part * count
     WIDE: gl.constexpr = d_first.block_shape[1]
-    TILES: gl.constexpr = STAGES * FORM.groups * (FORM.depth * FORM.bits // 32 // WIDE)
+    TILES: gl.constexpr = STAGES * FORM.groups * (FORM.launch.depth * FORM.bits // 32 // WIDE)
     w_smem = gl.allocate_shared_memory(d_first.dtype, [TILES, FORM.lines, WIDE], d_first.layout)
-    x_smem = gl.allocate_shared_memory(d_x.dtype, [STAGES, FORM.rows, FORM.depth], d_x.layout)
+    x_smem = gl.allocate_shared_memory(d_x.dtype, [STAGES, FORM.launch.rows, FORM.launch.depth], d_x.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = full
-    if FORM.ring:
+    if FORM.launch.ring:
         free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        if FORM.ring:
+        if FORM.launch.ring:
             mbarrier.init(free.index(i), count=FORM.groups)
     fence()
     if PDL:
@@ -509,12 +513,12 @@ def _hopper_stored(
     memory = (codes, d_x, full, free, w_smem, x_smem)
     place = (which, line, row, begin, count)
     out = (table, weights, chosen, first, part, p_out, R, M)
-    if not FORM.ring:
+    if not FORM.launch.ring:
         for i in gl.static_range(STAGES):
-            _ask(codes, full, w_smem, i, which, line, (begin + i) * FORM.depth, i < count, FORM)
+            _ask(codes, full, w_smem, i, which, line, (begin + i) * FORM.launch.depth, i < count, FORM)
     elif table is not None:
         _fill(table, FORM)
-    if not FORM.ring:
+    if not FORM.launch.ring:
         _products(0, memory, place, out, FORM, PDL)
     elif FORM.groups == 1:
         gl.warp_specialize(
@@ -626,20 +630,14 @@ def hopper_stored(
     shared = one.nested is not None and one.nested.block % steps == 0 and group == step
     shared = shared and all(weight.scales.shape[1] % (side * steps) == 0 for weight in weights)
     form = HopperForm(
+        launch=launch,
         lines=64 if launch.ring else launch.channels,
         groups=launch.channels // 64 if launch.ring else 1,
         warps=4 if launch.ring else launch.channels // 16,
-        ring=launch.ring,
         step=step,
-        depth=launch.depth,
-        rows=launch.rows,
-        stages=launch.stages,
         count=len(weights),
         gates=gates,
         bits=bits,
-        parts=launch.parts,
-        side=side,
-        series=launch.series,
         group=group,
         grouped=group < depth,
         zeros=one.zeros is not None,
@@ -671,20 +669,14 @@ def hopper_stored(
 class HopperForm:
     """Form of a program, which it is compiled for; `lines` and `warps` are those of each of its groups of warps."""
 
+    launch: HopperLaunch
     lines: int
     groups: int
     warps: int
-    ring: bool
     step: int
-    depth: int
-    rows: int
-    stages: int
     count: int
     gates: int
     bits: int
-    parts: int
-    side: int
-    series: int
     group: int
     grouped: bool
     zeros: bool
