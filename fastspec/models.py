@@ -5,12 +5,10 @@ from __future__ import annotations
 import copy
 import importlib
 import importlib.util
-import math
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
-from inspect import signature
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -301,14 +299,9 @@ def _read_once(packed: bool) -> Iterator[None]:
         reader = fast_reader(reader) if isinstance(reader, type) else reader  # someone else's function stays as it is
         gguf.GGUFReader, gguf.get_tensor_name_map = cache(reader), cache(table)
         try:
-            with faster_unpacking():
-                yield
+            yield
         finally:
             gguf.GGUFReader, gguf.get_tensor_name_map = kept
-
-
-PART = 1 << 18
-"""Bytes of packed weights that are unpacked at a time: what numpy makes of them stays in a processor's cache."""
 
 
 def fast_reader(reader: Any) -> Any:
@@ -354,31 +347,3 @@ def fast_reader(reader: Any) -> Any:
             return at - begin, parts, list(places), [GGUFValueType.ARRAY, GGUFValueType(kind[0])]
 
     return FastReader
-
-
-def over_rows(
-    func: Callable[[np.ndarray], np.ndarray], arr: np.ndarray, otype: Any, oshape: tuple[int, ...]
-) -> np.ndarray:
-    """Result of `gguf.quants._apply_over_grouped_rows`; it takes 16 rows at a time, however short they are."""
-    rows = arr.reshape((-1, arr.shape[-1]))
-    out = np.empty((len(rows), math.prod(oshape) // max(1, len(rows))), dtype=otype)
-    step = max(1, PART // max(1, rows.shape[1] * rows.itemsize))
-    for at in range(0, len(rows), step):
-        out[at : at + step] = func(rows[at : at + step]).reshape(-1, out.shape[1])
-    return out.reshape(oshape)
-
-
-@contextmanager
-def faster_unpacking() -> Iterator[None]:
-    """Unpack weights by `over_rows` meanwhile, in versions of gguf-py that have what it stands for."""
-    from gguf import quants
-
-    kept = vars(quants).get("_apply_over_grouped_rows")
-    if kept is None or signature(kept).parameters.keys() != signature(over_rows).parameters.keys():
-        yield
-        return
-    quants._apply_over_grouped_rows = over_rows
-    try:
-        yield
-    finally:
-        quants._apply_over_grouped_rows = kept

@@ -8,10 +8,9 @@ import numpy
 import pytest
 
 from fastspec.errors import Unsupported
-from fastspec.models import _read_once, fast_reader, faster_unpacking, load_model
+from fastspec.models import _read_once, fast_reader, load_model
 
 gguf = pytest.importorskip("gguf")
-quants = pytest.importorskip("gguf.quants")
 
 
 @pytest.fixture
@@ -128,25 +127,3 @@ def test_a_list_that_is_cut_off_fails_as_ever(varied, tmp_path):
             gguf.GGUFReader(tmp_path / "cut.gguf")
         with pytest.raises(type(slow.value)):
             fast(tmp_path / "cut.gguf")
-
-
-@pytest.mark.parametrize("kind", sorted(quants._type_traits, key=str), ids=lambda kind: kind.name)
-def test_weights_are_unpacked_to_the_same_bits(kind):
-    size = gguf.GGML_QUANT_SIZES[kind][1]
-    draw = numpy.random.default_rng(0)
-    for shape in ((1, size), (7, 3 * size), (63, size), (65, 7 * size), (2, 5, 2 * size), (1500, 11 * size)):
-        packed = draw.integers(0, 256, shape, dtype=numpy.uint8)
-        with numpy.errstate(all="ignore"):  # scales are drawn too
-            slow = gguf.dequantize(packed, kind)
-            with faster_unpacking():
-                fast = gguf.dequantize(packed, kind)
-        assert slow.shape == fast.shape and slow.dtype == fast.dtype and slow.tobytes() == fast.tobytes()
-
-
-def test_a_function_of_other_arguments_is_left_alone(monkeypatch):
-    def other(func, rows):
-        """Of another version."""
-
-    monkeypatch.setattr(quants, "_apply_over_grouped_rows", other)
-    with faster_unpacking():
-        assert quants._apply_over_grouped_rows is other
