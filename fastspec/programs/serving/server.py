@@ -76,10 +76,7 @@ class Row:
     reader: AnswerReader
     echo: list[Event]
     rounds: RoundNames | None = None
-    named: list[Event] = field(default_factory=list)
-    """Rounds and stages of an answer that is not streamed."""
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
     accepted: int = 0
     drafted: int = 0
     cached: int = 0
@@ -87,23 +84,20 @@ class Row:
     called: bool = False
     first: float | None = None
     waiting: list[StreamedRound | Visit] = field(default_factory=list)
-    """Of a streamed answer what is not read into events yet."""
+    """What is not read into events yet: of an answer that is not streamed all of it, until the end."""
     reading: threading.Lock = field(default_factory=threading.Lock)
     failed: Exception | None = None
     """Error of reading it."""
 
     def __post_init__(self) -> None:
         self.asked, self.metrics = self.answers.asked, self.answers.metrics
-        if self.asked.stream:
-            self._post(self.echo)
+        self._post(self.echo)
 
     def put_round(self, round: StreamedRound | Visit) -> None:
         first = False
         if isinstance(round, Visit):
             self.visits.append(round)
             self.metrics.add_visit(round)
-            if self.rounds is None:
-                return
         else:
             self.tokens += round.tokens
             self.accepted += round.accepted
@@ -115,23 +109,14 @@ class Row:
             if self.first is None:
                 self.first = time.perf_counter() - self.asked.arrived
                 self.metrics.first_token.observe(self.first)
-        if self.asked.stream:
-            self._wait(round, first)
-            return
-        if self.rounds is not None:
-            self.named.append(stage_of(round) if isinstance(round, Visit) else self.rounds.named(round))
-        if isinstance(round, StreamedRound):
-            self.logprobs += round.logprobs or ()
-
-    def _wait(self, round: StreamedRound | Visit, urgent: bool) -> None:
-        """Let a round wait until the stream's reader fetches all that do: many tokens cost as much as one."""
         with self.reading:
             told = bool(self.waiting)
             self.waiting.append(round)
-        if not told:
-            self.answers.post(self.index, self.read, urgent)
+        if self.asked.stream and not told:
+            self.answers.post(self.index, self.read, first)
 
     def read(self) -> list[Event]:
+        """The events of all rounds that wait: many tokens cost as much as one."""
         events: list[Event] = []
         with self.reading:
             waiting, self.waiting = self.waiting, []
@@ -140,8 +125,7 @@ class Row:
                     tokens = [token for each in waiting if isinstance(each, StreamedRound) for token in each.tokens]
                     events += self.reader.add(tokens) if tokens else ()
                 else:
-                    for each in waiting:
-                        events += self._read(each)
+                    events += [event for each in waiting for event in self._read(each)]
             except Exception as error:
                 self.failed = error
                 raise
@@ -150,7 +134,7 @@ class Row:
 
     def _read(self, round: StreamedRound | Visit) -> list[Event]:
         if isinstance(round, Visit):
-            return [stage_of(round)]
+            return [] if self.rounds is None else [stage_of(round)]
         named = [] if self.rounds is None else [self.rounds.named(round)]
         return [*named, *self.reader.add(round.tokens, round.logprobs)]
 
@@ -190,11 +174,7 @@ class Row:
 
     def end(self) -> None:
         """Post what is left, and the end, which waits for no pace: the client may ask again, in a row that is idle."""
-        if self.asked.stream:
-            self._post(self.read())
-        else:
-            scored = self.logprobs if self.asked.logprobs is not None else None
-            self._post([*self.named, *self.echo, *self.reader.add(self.tokens, scored)])
+        self._post(self.read())
         self._post(self.reader.finish())
         reason = "tool_calls" if self.called else self._reason()
         seconds = time.perf_counter() - self.asked.arrived
