@@ -13,8 +13,8 @@ pytest.importorskip("fastapi")
 from fastspec.generation.verify import TokenLogprob
 from fastspec.patches.call.processors import StreamedRound
 from fastspec.programs.serving.batch import GATHERED, TokenStreamer
-from fastspec.programs.serving.mail import LONGEST_PACE, Mail
-from fastspec.programs.serving.mail import all_of as mail_of
+from fastspec.programs.serving.wire import LONGEST_PACE, Mail
+from fastspec.programs.serving.wire import all_of as mail_of
 
 
 def all_of(queue: asyncio.Queue[Any]) -> list[Any]:

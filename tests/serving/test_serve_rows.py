@@ -17,8 +17,8 @@ from fastspec.patches.call.processors import StreamedRound
 from fastspec.programs.serving.answers import Content, End, NamedRound
 from fastspec.programs.serving.batch import Sent
 from fastspec.programs.serving.cascade import stage_of
-from fastspec.programs.serving.mail import Mail
 from fastspec.programs.serving.server import Row, ServedAnswers
+from fastspec.programs.serving.wire import Mail
 
 
 class Letters:

@@ -23,12 +23,12 @@ from fastspec.programs.serving import requests
 from fastspec.programs.serving.answers import AnswerReader, End, Event, RoundNames, TokenNames, ToolCall, merged
 from fastspec.programs.serving.batch import BatchPrompt, Sent, Served
 from fastspec.programs.serving.cascade import refuse_fields, stage_of, told_of
-from fastspec.programs.serving.mail import Mail, all_of
 from fastspec.programs.serving.metrics import Metrics
 from fastspec.programs.serving.middleware import LET_GO
 from fastspec.programs.serving.requests import NO_DRAFTS, AnswerRequest, Limits, Refused, Route, read
 from fastspec.programs.serving.structured import call_form, check
 from fastspec.programs.serving.templates import chat_template, folded, response_template, takes_notes
+from fastspec.programs.serving.wire import Mail, all_of
 
 LONG = 16
 """Characters for each token of a row's room, above which a prompt's first ones are counted alone."""
