@@ -203,9 +203,8 @@ def opened(name: str, tree: str, survival: Sequence[float], args: argparse.Names
 def serve(build: Callable[[], tuple[Any, Any]], port: int, name: str) -> None:
     """Answer on a port until a signal ends it."""
     from fastspec.programs.serving.app import bound, build_app, run_server
-    from fastspec.programs.serving.remote import Remote
+    from fastspec.programs.serving.remote import Remote, left_alone_by_the_collector
     from fastspec.programs.serving.requests import Limits
-    from fastspec.programs.serving.rounds_process import left_alone_by_the_collector
 
     with bound("127.0.0.1", port) as listener, Remote(build) as batch, left_alone_by_the_collector():
         run_server(build_app(batch, batch.tokenizer, name, limits=Limits(4096, 256, 1 << 20)), listener)

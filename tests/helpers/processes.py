@@ -16,7 +16,7 @@ IMPORTED = (
     "transformers.generation.utils",
     "transformers.models.llama.modeling_llama",
     "fastspec.patches.api",
-    "fastspec.programs.serving.rounds_process",
+    "fastspec.programs.serving.remote",
 )
 
 

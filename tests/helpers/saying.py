@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import fastspec
-from fastspec.programs.serving.templates import response_template
+from fastspec.programs.serving.structured import response_template
 from helpers.training import END, small_target, small_tokenizer
 
 FIRST = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'

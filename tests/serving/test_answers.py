@@ -23,7 +23,7 @@ from fastspec.programs.serving.answers import (
     ToolCall,
     merged,
 )
-from fastspec.programs.serving.templates import response_template
+from fastspec.programs.serving.structured import response_template
 
 QWEN, QWEN_3_5, GEMMA = (
     response_template(None, SimpleNamespace(model_type=kind)) for kind in ("qwen3", "qwen3_5_text", "gemma4")

@@ -21,7 +21,7 @@ from fastspec.programs.serving.requests import (
     read,
 )
 from fastspec.programs.serving.server import Server
-from fastspec.programs.serving.templates import chat_template
+from fastspec.programs.serving.structured import chat_template
 
 BOUNDS: list[tuple[str, Any, Any]] = [
     ("max_tokens", 1, 0),

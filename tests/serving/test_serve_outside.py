@@ -24,8 +24,7 @@ from helpers.training import small_target
 
 import fastspec
 from fastspec.programs.serving.metrics import WINDOW, Rate
-from fastspec.programs.serving.remote import Remote
-from fastspec.programs.serving.rounds_process import left_alone_by_the_collector, run_rounds
+from fastspec.programs.serving.remote import Remote, left_alone_by_the_collector, run_rounds
 from fastspec.programs.serving.wire import Wire
 
 pytestmark = MARKS

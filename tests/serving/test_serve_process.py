@@ -23,8 +23,7 @@ from helpers.training import small_target
 
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.programs.serving import remote
-from fastspec.programs.serving.remote import Remote
-from fastspec.programs.serving.rounds_process import BatchEnd
+from fastspec.programs.serving.remote import BatchEnd, Remote
 from fastspec.programs.serving.wire import Elsewhere
 
 pytestmark = MARKS

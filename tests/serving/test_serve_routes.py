@@ -13,7 +13,7 @@ from helpers.serve import MARKS, NAME, SECONDS, Served, openai, post, served, ta
 from helpers.training import small_target, small_tokenizer
 
 import fastspec
-from fastspec.programs.serving.templates import takes_notes
+from fastspec.programs.serving.structured import takes_notes
 
 pytestmark = MARKS
 PAGE = "http://page.example"

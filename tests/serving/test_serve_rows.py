@@ -14,9 +14,8 @@ pytest.importorskip("fastapi")
 
 from fastspec.cascade.decisions import Visit
 from fastspec.patches.call.processors import StreamedRound
-from fastspec.programs.serving.answers import Content, End, NamedRound
+from fastspec.programs.serving.answers import Content, End, NamedRound, NamedStage
 from fastspec.programs.serving.batch import Sent
-from fastspec.programs.serving.cascade import stage_of
 from fastspec.programs.serving.server import Row, ServedAnswers
 from fastspec.programs.serving.wire import Mail
 
@@ -106,7 +105,7 @@ def test_rounds_and_stages_that_are_told_of_keep_their_order() -> None:
             visit = Visit(0, "small", "sent on", token)
             row.put_round(StreamedRound([token]))
             row.put_round(visit)
-            expected += [NamedRound({"tokens": [token]}), Content(chr(token)), stage_of(visit)]
+            expected += [NamedRound({"tokens": [token]}), Content(chr(token)), NamedStage.of(visit)]
         answer.set_result(None)
         found = await asyncio.wait_for(told(row), 30)
         assert found[:-1] == expected and isinstance(found[-1], End)

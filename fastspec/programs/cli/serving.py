@@ -224,9 +224,8 @@ def serve(
 
     try:
         from fastspec.programs.serving.app import bound, build_app, run_server
-        from fastspec.programs.serving.remote import Remote
+        from fastspec.programs.serving.remote import Remote, left_alone_by_the_collector
         from fastspec.programs.serving.requests import Limits
-        from fastspec.programs.serving.rounds_process import left_alone_by_the_collector
     except ImportError as error:
         raise Unsupported(f"{error.name} is missing: {install_command('serve')}") from error
     given = source, cascade, stage, head, predictor, price, backend, stage_tensor_parallel

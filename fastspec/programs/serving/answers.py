@@ -12,6 +12,7 @@ from typing import Any, Literal
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils import chat_parsing
 
+from fastspec.cascade.decisions import Visit
 from fastspec.generation.verify import TokenLogprob
 from fastspec.patches.call.processors import StreamedRound
 from fastspec.programs.serving.requests import parse
@@ -85,6 +86,12 @@ class NamedStage(Beside):
     `acceptable` (the probability that its answer is) and `cost` in milliseconds, each null where nothing tells it."""
 
     told: dict[str, Any]
+
+    @classmethod
+    def of(cls, visit: Visit) -> NamedStage:
+        """A stage's part in an answer, as a request that asks for the rounds is told it."""
+        acceptable = visit.quality[0] if visit.quality else None
+        return cls({"name": visit.name, "outcome": visit.outcome, "acceptable": acceptable, "cost": visit.cost})
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,18 @@
-"""Metrics of a server, in Prometheus' form."""
+"""Metrics of a server, in Prometheus' form, and what is logged of a cascade's stages."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from fastspec.cascade.decisions import Visit
-from fastspec.programs.serving.batch import Served
+from fastspec.programs.serving.batch import Served, StageLoads
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 CHANCES = tuple(step / 10 for step in range(1, 11))
@@ -114,3 +114,15 @@ class Metrics:
             yield loads
         for name, (field, said) in COUNTED.items():
             yield CounterMetricFamily(f"fastspec_{name}", said, getattr(stats, field))
+
+
+def told_of(visits: Sequence[Visit], loads: StageLoads) -> str:
+    """The stages of an answer, and their loads now, for a line of the log; empty without a cascade."""
+    parts = []
+    for visit in visits:
+        quality = f", P(acceptable) {visit.quality[0]:.2f}" if visit.quality else ""
+        cost = "" if visit.cost is None else f", cost {visit.cost:.1f} ms"
+        running, waiting = loads[visit.name]
+        load = f" (now {running} in its rows, {waiting} waiting)"
+        parts.append(f"; {visit.name}: {visit.outcome.replace('_', ' ')}{quality}{cost}{load}")
+    return "".join(parts)

@@ -22,12 +22,10 @@ from fastspec.programs.serving import answers as reading
 from fastspec.programs.serving import requests
 from fastspec.programs.serving.answers import AnswerReader, End, Event, RoundNames, TokenNames, ToolCall, merged
 from fastspec.programs.serving.batch import BatchPrompt, Sent, Served
-from fastspec.programs.serving.cascade import refuse_fields, stage_of, told_of
-from fastspec.programs.serving.metrics import Metrics
+from fastspec.programs.serving.metrics import Metrics, told_of
 from fastspec.programs.serving.middleware import LET_GO
 from fastspec.programs.serving.requests import NO_DRAFTS, AnswerRequest, Limits, Refused, Route, read
-from fastspec.programs.serving.structured import call_form, check
-from fastspec.programs.serving.templates import chat_template, folded, response_template, takes_notes
+from fastspec.programs.serving.structured import call_form, chat_template, check, folded, response_template, takes_notes
 from fastspec.programs.serving.wire import Mail, all_of
 
 LONG = 16
@@ -134,7 +132,7 @@ class Row:
 
     def _read(self, round: StreamedRound | Visit) -> list[Event]:
         if isinstance(round, Visit):
-            return [] if self.rounds is None else [stage_of(round)]
+            return [] if self.rounds is None else [reading.NamedStage.of(round)]
         named = [] if self.rounds is None else [self.rounds.named(round)]
         return [*named, *self.reader.add(round.tokens, round.logprobs)]
 
@@ -340,11 +338,24 @@ class Server:
             self._moved = time.monotonic()
 
     def _read(self, asked: AnswerRequest) -> tuple[AnswerRequest, list[ReadPrompt]]:
-        """A request and its prompts. Raises Refused for another assistant than the rows have."""
-        own = self.info["assistant"]
-        refuse_fields(asked, self.batch.info)
-        if asked.assistant not in (None, own, *NO_DRAFTS):
-            raise Refused(f"assistant={asked.assistant!r} is not accepted: all rows here have {own!r}, or 'none'")
+        """A request and its prompts. Raises Refused, by name, for fields that what decodes cannot honour."""
+        own, name, why = self.info["assistant"], "", ""
+        other = asked.assistant not in (None, own)
+        if "stages" not in self.batch.info:
+            if other and asked.assistant not in NO_DRAFTS:
+                name, why = f"assistant={asked.assistant!r}", f"all rows here have {own!r}, or 'none'"
+            if asked.price is not None:
+                name, why = "price", "it is a cascade's, and this server has no cascade that decides by it"
+        elif other:
+            name = f"assistant={asked.assistant!r}"
+            why = f"all requests here are answered with {own!r}, whose stages have their own"
+        elif asked.logprobs is not None:
+            name, why = "logprobs", "the answer of a cascade may be any stage's, of other tokens"
+        elif asked.structure is not None:
+            name = "tool_choice" if asked.structure.calls else "response_format (text.format, structured_outputs)"
+            why = "one model holds an answer to a structure, and the stages of a cascade answer one after another"
+        if name:
+            raise Refused(f"{name} is not accepted: {why}")
         return asked, [self._prompt(each) for each in asked.prompts] or [self.templated(asked)]
 
     def _prompt(self, given: str | list[int]) -> ReadPrompt:
