@@ -36,7 +36,7 @@ import fastspec
 from fastspec.errors import FastSpecError
 from fastspec.programs.bench.peers import MEMORY, Peer, PeerJob, answers
 from fastspec.programs.compare import median_answer
-from fastspec.programs.training.save import checkpoint_config
+from fastspec.programs.training.heads import checkpoint_config
 
 Case = tuple[int, int]
 OURS, THEIRS = "fastspec", "vllm"

@@ -27,6 +27,7 @@ MODULES = {
     "fastspec.jsonl": "it is fastspec.programs.texts",
     "fastspec.serving": "it is fastspec.programs.serving",
     "fastspec.training": "it is fastspec.programs.training",
+    "fastspec.programs.training.save": "it is in fastspec.programs.training.heads",
     "fastspec.patches.assistants.packaged_heads": "it is in fastspec.patches.assistants.heads",
     "fastspec.generation.heads.lowered": "it is in fastspec.generation.heads.bound",
     "fastspec.generation.heads.fields": "it is in fastspec.generation.heads.files",

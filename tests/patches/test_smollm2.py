@@ -19,7 +19,7 @@ from fastspec.models import SMOLLM2
 from fastspec.patches.assistants import probe
 from fastspec.programs.demo import PROMPTS, MarkedStreamer
 from fastspec.programs.training.config import TrainConfig
-from fastspec.programs.training.start import SOFTEN, head_for, start_from_target
+from fastspec.programs.training.heads import SOFTEN, head_for, start_from_target
 from fastspec.programs.training.target import TargetReader
 from fastspec.programs.training.ttt import TrainingTimeTest
 

@@ -20,7 +20,7 @@ from helpers.training import small_target, small_tokenizer
 import fastspec
 from fastspec.programs.serving.app import PATHS
 from fastspec.programs.serving.middleware import RequestMiddleware
-from fastspec.programs.training.save import save_head
+from fastspec.programs.training.heads import save_head
 
 pytestmark = MARKS
 CLIENT, ROUNDS, STRUCTURED, PROGRAM, APART = [

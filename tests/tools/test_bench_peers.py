@@ -20,7 +20,7 @@ from fastspec.programs.bench import run_bench
 from fastspec.programs.bench.peers import Peer, PeerFailed, PeerJob, answers
 from fastspec.programs.bench.report import differing, summarise
 from fastspec.programs.cli.app import app
-from fastspec.programs.training.save import save_head
+from fastspec.programs.training.heads import save_head
 
 torch.set_num_threads(1)
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

@@ -23,7 +23,7 @@ from fastspec.programs.bulk import Done, read_answered, read_left, read_tasks, s
 from fastspec.programs.cli.app import app
 from fastspec.programs.cli.serving import Chosen, chosen_of
 from fastspec.programs.texts import encode
-from fastspec.programs.training.save import save_head
+from fastspec.programs.training.heads import save_head
 
 TREE = fastspec.Eagle3(depth=3, top_k=2, total_tokens=6)
 GREEDY = {"do_sample": False, "top_k": 50, "temperature": 1.0}

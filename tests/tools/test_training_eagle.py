@@ -30,7 +30,7 @@ from fastspec.generation.heads.module import EagleHead
 from fastspec.patches.assistants.heads import load_head
 from fastspec.programs.cli.app import app
 from fastspec.programs.training.data import TextBatch, Texts, batches
-from fastspec.programs.training.start import head_for, start_from_features
+from fastspec.programs.training.heads import head_for, start_from_features
 from fastspec.programs.training.target import TargetReader
 from fastspec.programs.training.trainer import Trainer
 from fastspec.programs.training.ttt import FEATURE_LOSS, TrainingTimeTest

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from fastspec.errors import Unsupported
 from fastspec.programs.training.data import Texts
-from fastspec.programs.training.start import draft_vocabulary_of, opened
+from fastspec.programs.training.heads import draft_vocabulary_of, opened
 from fastspec.programs.training.trainer import Trainer
 
 Material = tuple[LlamaForCausalLM, Texts, Texts]
@@ -79,7 +79,7 @@ def test_a_head_that_could_not_be_written_is_refused(tmp_path: Path, monkeypatch
     """One with norms that the original format does not have."""
     model = small_target()
     head = tiny_head(model, qk_norm=True)
-    monkeypatch.setattr("fastspec.programs.training.start.load_head", lambda source, target: head)
+    monkeypatch.setattr("fastspec.programs.training.heads.load_head", lambda source, target: head)
     with pytest.raises(Unsupported, match="cannot be trained on: the original formats hold one plain layer"):
         opened(settings(tmp_path, start_from="some/head"), model)
 

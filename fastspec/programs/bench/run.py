@@ -261,7 +261,7 @@ def by_peer(
 def readable(head: EagleHead, source: str, place: str) -> str:
     """Folder of a head for other programs: its own, or `place`, where one without an LM head is written out with it."""
     from fastspec.patches.assistants.heads import find_head
-    from fastspec.programs.training.save import save_head, with_own_lm_head
+    from fastspec.programs.training.heads import save_head, with_own_lm_head
 
     if not head.config.target_rows:
         return str(find_head(source))

@@ -22,8 +22,8 @@ from fastspec.models import load_config, load_model
 from fastspec.programs.heads import read_heads
 from fastspec.programs.training.config import ENLARGEMENTS, TrainConfig
 from fastspec.programs.training.data import OutOfTime, Row, Texts, TimeLimit, differing, join_answers, read_prompts
+from fastspec.programs.training.heads import opened, with_sizes_of
 from fastspec.programs.training.regenerate import Enlarger, answer_prompts, end_tokens, follow_up
-from fastspec.programs.training.start import opened, with_sizes_of
 from fastspec.programs.training.target import freeze
 from fastspec.programs.training.trainer import Trainer
 

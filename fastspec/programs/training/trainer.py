@@ -19,8 +19,7 @@ from fastspec.errors import Unsupported
 from fastspec.programs.training import data
 from fastspec.programs.training.config import TrainConfig
 from fastspec.programs.training.data import TextBatch, Texts, batches, plan_batches
-from fastspec.programs.training.save import model_card, save_head
-from fastspec.programs.training.start import draft_vocabulary_of, opened, started, with_sizes_of
+from fastspec.programs.training.heads import draft_vocabulary_of, model_card, opened, save_head, started, with_sizes_of
 from fastspec.programs.training.target import DEVICE, HOST, NOWHERE, KeptFeatures, TargetReader
 from fastspec.programs.training.ttt import TrainingTimeTest, chain_lengths
 

@@ -27,7 +27,7 @@ from fastspec.patches.backends import TORCH
 from fastspec.patches.hf.factory import language_model
 from fastspec.patches.hf.model import HFModel
 from fastspec.programs.cli.inspect import verdict
-from fastspec.programs.training.save import checkpoint_tensors
+from fastspec.programs.training.heads import checkpoint_tensors
 
 LAYERS = 8
 SIZES = {"vocab_size": 97, "hidden_size": 32, "target_hidden_size": 32}
