@@ -24,7 +24,7 @@ from common import Row, read
 
 from fastspec.default_trees import BATCH_TREES, CPP_TREE, DEFAULT_TREES, SAMPLED_DEPTHS, TreeShape
 from fastspec.programs.cli.app import app
-from fastspec.programs.cli.train import FIELD_OF
+from fastspec.programs.cli.heads import FIELD_OF
 from fastspec.programs.training import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent

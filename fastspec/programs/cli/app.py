@@ -16,10 +16,9 @@ from fastspec.errors import FastSpecError
 from fastspec.programs.cli.answers import bench, chat, demo
 from fastspec.programs.cli.cascade import app as cascade
 from fastspec.programs.cli.device import tune, warmup
-from fastspec.programs.cli.inspect import inspect
+from fastspec.programs.cli.heads import inspect, train
 from fastspec.programs.cli.options import NamingCommand
 from fastspec.programs.cli.serving import generate, serve
-from fastspec.programs.cli.train import train
 
 
 class _Commands(typer.core.TyperGroup):

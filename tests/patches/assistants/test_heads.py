@@ -19,7 +19,7 @@ from fastspec.patches.assistants import heads as heads_module
 from fastspec.patches.assistants.heads import find_head, inspect_head, load_head, parts_of, scaled_rope
 from fastspec.patches.assistants.probe import ProbeRow, _causal, probe_head
 from fastspec.programs.cli.app import app
-from fastspec.programs.cli.inspect import verdict
+from fastspec.programs.cli.heads import verdict
 
 
 @pytest.fixture

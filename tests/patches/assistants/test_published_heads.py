@@ -26,7 +26,7 @@ from fastspec.patches.assistants.probe import probe_head
 from fastspec.patches.backends import TORCH
 from fastspec.patches.hf.factory import language_model
 from fastspec.patches.hf.model import HFModel
-from fastspec.programs.cli.inspect import verdict
+from fastspec.programs.cli.heads import verdict
 from fastspec.programs.training.heads import checkpoint_tensors
 
 LAYERS = 8
