@@ -53,7 +53,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from fastspec.devices import cpu_name
 from fastspec.models import load_model
 from fastspec.patches.assistants.heads import find_head
-from fastspec.programs.bench.prompts import read_rows
+from fastspec.programs.bench.methods import read_rows
 from fastspec.programs.bench.report import quantiles
 from fastspec.programs.bench.run import saved
 

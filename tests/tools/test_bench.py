@@ -23,8 +23,7 @@ from fastspec.generation.stats import Stats
 from fastspec.patches.session import session_of
 from fastspec.programs import compare as device
 from fastspec.programs.bench import run, run_bench
-from fastspec.programs.bench.methods import Method
-from fastspec.programs.bench.prompts import BenchPrompt
+from fastspec.programs.bench.methods import BenchPrompt, Method
 from fastspec.programs.bench.report import print_differences, print_report, print_texts, quantiles, summarise
 from fastspec.programs.cli.app import app
 from fastspec.programs.compare import TimedStreamer

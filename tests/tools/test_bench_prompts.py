@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastspec.errors import Unsupported
-from fastspec.programs.bench.prompts import read_rows
+from fastspec.programs.bench.methods import read_rows
 from fastspec.programs.texts import read_jsonl
 from fastspec.programs.training.cascade_answers import read_items
 from fastspec.programs.training.data import read_prompts

@@ -23,10 +23,9 @@ from fastspec.errors import Unsupported
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.call import refusals
 from fastspec.programs.chat.commands import COMMANDS, execute
-from fastspec.programs.chat.loop import converse, respond
+from fastspec.programs.chat.loop import CommandCompleter, converse, respond, terminal_lines
 from fastspec.programs.chat.session import BEAMS, Answer, Chat, ChatTurn
 from fastspec.programs.chat.settings import Settings
-from fastspec.programs.chat.terminal import CommandCompleter, terminal_lines
 from fastspec.programs.chat.view import (
     ACCEPTED,
     BONUS,

@@ -22,7 +22,7 @@ from fastspec.devices import choose_device
 from fastspec.errors import Unsupported
 from fastspec.models import load_model
 from fastspec.programs.bench import run_bench
-from fastspec.programs.bench.prompts import BUNDLED, read_rows
+from fastspec.programs.bench.methods import BUNDLED, read_rows
 from fastspec.programs.cli import options
 from fastspec.programs.cli.app import app
 
@@ -141,8 +141,7 @@ def test_a_prompt_is_benched_with_runs_and_warm_ups(saved: Path, monkeypatch) ->
 def test_a_run_that_differs_is_not_hidden_by_the_median(saved: Path, monkeypatch) -> None:
     from fastspec.generation.stats import Stats
     from fastspec.programs.bench import run as bench
-    from fastspec.programs.bench.methods import Method
-    from fastspec.programs.bench.prompts import BenchPrompt
+    from fastspec.programs.bench.methods import BenchPrompt, Method
 
     answers = iter([([1], 1.0), ([1], 2.0), ([1], 3.0), ([1], 1.0), ([1], 2.0), ([2], 9.0)])
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.stats import Stats
-from fastspec.programs.bench.methods import ENGINES
-from fastspec.programs.bench.prompts import Row
+from fastspec.programs.bench.methods import ENGINES, Row
 from fastspec.programs.compare import MeasuredAnswer
 
 WORKERS = {engine: Path(__file__).with_name(f"in_{engine}.py") for engine in ENGINES}

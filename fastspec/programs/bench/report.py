@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastspec.errors import Unsupported
-from fastspec.programs.bench.methods import is_peer
-from fastspec.programs.bench.prompts import Row
+from fastspec.programs.bench.methods import Row, is_peer
 from fastspec.programs.compare import BASELINE, ROUNDING, first_difference
 
 if TYPE_CHECKING:

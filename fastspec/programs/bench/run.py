@@ -14,10 +14,22 @@ from fastspec.config import BackendName
 from fastspec.devices import use_device
 from fastspec.errors import Unsupported
 from fastspec.models import SMOLLM2, load_model, source_of
-from fastspec.programs.bench import prompts as bench_prompts
-from fastspec.programs.bench.methods import Drafters, Method, choose, read_drafters, twin
+from fastspec.programs.bench.methods import (
+    BUNDLED,
+    BenchPrompt,
+    Drafters,
+    Method,
+    Row,
+    Say,
+    choose,
+    encode_rows,
+    make_batches,
+    read_drafters,
+    read_rows,
+    rows_of,
+    twin,
+)
 from fastspec.programs.bench.peers import CHAINS, Peer, PeerFailed, PeerJob, answers
-from fastspec.programs.bench.prompts import BUNDLED, BenchPrompt, Row, Say, encode_rows, make_batches
 from fastspec.programs.compare import MeasuredAnswer, beside, environment, floor, measured_answer, median_answer
 from fastspec.programs.texts import padded_inputs
 
@@ -145,7 +157,7 @@ def run_bench(
             raise Unsupported(f"{name} must be at least 1, not {value}")
     say = say or (lambda line: None)
     files = prompts if prompts or texts else (BUNDLED,)
-    asked = [row for path in files for row in bench_prompts.read_rows(path)] + bench_prompts.rows_of(texts)
+    asked = [row for path in files for row in read_rows(path)] + rows_of(texts)
     if not asked:
         raise Unsupported("there are no prompts in " + ", ".join(map(str, files)))
     absent = [peer for peer in peers if not peer.is_installed()]

@@ -2,5 +2,5 @@
 shows it.
 
 `session.Chat` holds the model and the conversation, `settings` reads what the model is patched with, `commands` is the
-table of commands, `view` what is shown, `loop` runs lines through them, and `terminal` reads the lines.
+table of commands, `view` what is shown, and `loop` reads lines and runs them.
 """
