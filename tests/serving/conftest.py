@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -15,5 +16,6 @@ from fastspec.programs.serving import remote
 def imported_once() -> Iterator[None]:
     """`Remote` spawns its process; slow tests, and those that start a program, leave it so."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remote, "multiprocessing", SimpleNamespace(get_context=lambda method: forks()))
+        parent = {"parent_process": lambda: multiprocessing.parent_process()}
+        patch.setattr(remote, "multiprocessing", SimpleNamespace(get_context=lambda method: forks(), **parent))
         yield

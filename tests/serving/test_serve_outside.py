@@ -83,7 +83,7 @@ def test_the_process_of_the_rounds_looks_after_its_parent_while_it_loads(monkeyp
     here, there = Pipe()
     run_rounds(here, loading)
     (failure,), _ = next(Wire(there).parcels())
-    assert str(failure.arrived()) == "over" and codes == [1]
+    assert str(failure) == "over" and codes == [1]
 
 
 def test_the_collector_looks_at_everything_again_once_the_rounds_are_over() -> None:

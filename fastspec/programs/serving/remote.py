@@ -25,7 +25,7 @@ from fastspec.patches.call.processors import StreamedRound
 from fastspec.patches.continuous import PromptBatch
 from fastspec.patches.hf.ends import KEPT, keep_criterion
 from fastspec.programs.serving.batch import BatchPrompt, BatchState, Here, PutRound, Sent, Served, read_tokens, settle
-from fastspec.programs.serving.wire import Failure, Wire
+from fastspec.programs.serving.wire import Wire, sendable
 
 PATIENCE = 6.0
 """Seconds that the process has to end, when it is asked to and when it says nothing any more."""
@@ -70,8 +70,8 @@ class Remote(Served, AbstractContextManager["Remote"]):
 
     def _opened(self) -> Ready:
         for messages, state in self._parcels:
-            if messages and isinstance(messages[0], Failure):
-                raise messages[0].arrived()
+            if messages and isinstance(messages[0], BaseException):
+                raise messages[0]
             self._state = state
             if messages:
                 assert isinstance(messages[0], Ready)
@@ -161,10 +161,9 @@ class Remote(Served, AbstractContextManager["Remote"]):
                 self._drop(message.number)
                 settle(sent.answer, raised)
             return
-        error = None if message.failure is None else message.failure.arrived()
-        if message.over or error is not None:
+        if message.over or message.error is not None:
             self._drop(message.number)
-        settle(sent.answer if message.over else sent.taken, error)
+        settle(sent.answer if message.over else sent.taken, message.error)
 
     def _drop(self, number: int) -> None:
         with self._lock:
@@ -237,11 +236,11 @@ class Tokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """A prompt is decoded, or its answer is `over`; with the error that refused or ended it."""
+    """A prompt is decoded, or its answer is `over`; with the error that refused or ended it, `sendable`."""
 
     number: int
     over: bool
-    failure: Failure | None = None
+    error: Any = None
 
 
 @contextmanager
@@ -282,7 +281,7 @@ def run_rounds(connection: Connection, build: Callable[[], Opened]) -> None:
 
 def _fail(connection: Connection, error: BaseException) -> None:
     wire = Wire(connection)
-    wire.post(Failure.of(error))
+    wire.post(sendable(error))
     wire.end()
     wire.flush()
 
@@ -344,4 +343,4 @@ class BatchEnd:
 
     def _settle(self, number: int, over: bool, done: Future[Any]) -> None:
         error = None if done.cancelled() else done.exception()
-        self.wire.post(Settled(number, over, None if error is None else Failure.of(error)))
+        self.wire.post(Settled(number, over, None if error is None else sendable(error)))

@@ -7,12 +7,11 @@ import os
 import pickle
 import socket
 import threading
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]  # typeshed leaves it out
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -20,34 +19,16 @@ LOOK = 0.1
 """Seconds without a message after which it is looked whether there is news of what goes beside them."""
 
 
-class Elsewhere(Exception):
-    """The trace of an error in another process, as its cause."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """An error on its way to another process, where pickled errors have no trace."""
-
-    error: BaseException
-    trace: str
-
-    @classmethod
-    def of(cls, error: BaseException) -> Failure:
-        """The error as it is, or where it cannot be pickled one that says its name."""
-        try:
-            found = pickle.loads(pickle.dumps(error))
-        except Exception:
-            found = None
-        same = type(found) is type(error) and str(found) == str(error)
-        sent = error if same else RuntimeError(f"{type(error).__name__}: {error}")
-        return cls(sent, "".join(traceback.format_exception(error)))
-
-    def arrived(self) -> BaseException:
-        self.error.__cause__ = Elsewhere(self.trace)
-        return self.error
+def sendable(error: BaseException) -> ExceptionWithTraceback:
+    """An error on its way to another process, which reads it as the error itself with its trace as the cause. One that
+    cannot be pickled comes as an error that says its name."""
+    try:
+        found = pickle.loads(pickle.dumps(error))
+    except Exception:
+        found = None
+    same = type(found) is type(error) and str(found) == str(error)
+    sent = error if same else RuntimeError(f"{type(error).__name__}: {error}")
+    return ExceptionWithTraceback(sent, error.__traceback__)
 
 
 class Wire:
