@@ -14,11 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import fastspec
 from fastspec.devices import use_device
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.files import parse_json
 from fastspec.patches.cascade.open_batch import CascadeFuture
+from fastspec.patches.hf.ends import end_tokens
 from fastspec.programs.texts import encode, first_turn, read_jsonl
 
 try:
@@ -235,8 +238,6 @@ def answer_file(
     Above temperature 0 line n is sampled by seed + n. share (r, n): this process answers every n-th of the lines, from
     the r-th on. `tell(done, of)` is called after every answer. Raises Unsupported as `read_left` and `only_run` do.
     """
-    from fastspec.patches.hf.ends import end_tokens
-
     out, limit, seed = Path(out), settings["max_new_tokens"], settings.get("seed", 0)
     # greedy: the defaults, which stand for "not given"
     sampling: dict[str, Any] = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
@@ -291,6 +292,4 @@ def share_of_process() -> tuple[int, int]:
 
 def own_device() -> str:
     """The device of this process: the GPU of its local rank, which becomes the current one, or the CPU."""
-    import torch
-
     return use_device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")

@@ -13,15 +13,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 import fastspec
 from fastspec.devices import device_name
+from fastspec.generation.stats import Stats
 from fastspec.models import prompt_width
+from fastspec.patches.assistants.speculative import read_parameters
+from fastspec.patches.hf.ends import end_tokens
 from fastspec.programs.texts import until_end
-
-if TYPE_CHECKING:
-    from fastspec.generation.stats import Stats
 
 BASELINE = "transformers"
 """The way that others are compared with: transformers' own `generate`, without an assistant."""
@@ -46,8 +48,6 @@ class Stopwatch:
 
     def _wait(self) -> None:
         if self.cuda:
-            import torch
-
             torch.cuda.synchronize()
 
 
@@ -70,11 +70,6 @@ def measured_answer(
     model: Any, inputs: dict[str, Any], max_new_tokens: int, *, count: bool = False, **options: Any
 ) -> MeasuredAnswer:
     """One timed greedy call of `model.generate`, with an assistant's statistics or, with `count`, a streamer's."""
-    import torch
-
-    from fastspec.generation.stats import Stats
-    from fastspec.patches.hf.ends import end_tokens
-
     ids = inputs["input_ids"]
     clock = TimedStreamer(len(ids)) if count else None
     if clock is not None:
@@ -121,8 +116,6 @@ class TimedStreamer:
     later hand-over is one round, in which all tokens of a row but one were drafted."""
 
     def __init__(self, rows: int) -> None:
-        from fastspec.generation.stats import Stats
-
         self.rows, self.puts, self.stats = rows, 0, Stats(rows=rows)
         self.began = time.perf_counter()
 
@@ -145,8 +138,6 @@ class TimedStreamer:
 
 def floor(model: Any) -> tuple[float, dict[str, Any]]:
     """(milliseconds, columns) of the least time of a pass: every weight read once, at the bandwidth measured here."""
-    from fastspec.patches.assistants.speculative import read_parameters
-
     weights = sum(p.numel() * p.element_size() for p in read_parameters(model))
     speed = read_bandwidth(model.device)
     return 1e3 * weights / speed, {"weight_bytes": weights, "read_gb_per_s": round(speed / 1e9, 1)}
@@ -154,8 +145,6 @@ def floor(model: Any) -> tuple[float, dict[str, Any]]:
 
 def read_bandwidth(device: Any, mib: int = 512, times: int = 7) -> float:
     """Bytes per second, the median of several: a sum on the CPU, a copy on CUDA, which reads and writes each byte."""
-    import torch
-
     data = torch.ones(mib * 2**18, device=device)
     target = torch.empty_like(data) if data.is_cuda else None
     spent = []
@@ -183,8 +172,6 @@ def versions() -> dict[str, Any]:
 
 def environment(model: Any) -> dict[str, Any]:
     """Place and time: what every row carries beside its figures."""
-    import torch
-
     return {
         "device": device_name(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),

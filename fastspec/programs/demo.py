@@ -6,20 +6,23 @@ import os
 import statistics
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.markup import escape
 
 import fastspec
 from fastspec.config import BackendName
 from fastspec.devices import use_device
 from fastspec.errors import Unsupported
 from fastspec.models import SMOLLM2, load_model
+from fastspec.patches.hf.config_fields import position_limit
 from fastspec.programs.compare import BASELINE, ROUNDING, MeasuredAnswer, beside, measured_answer
 from fastspec.programs.heads import fitting_heads
-from fastspec.programs.terminal import counting
+from fastspec.programs.terminal import counting, table
 from fastspec.programs.texts import encode
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 PENS = (
     "A shop sells pens at 3 dollars each. Tom buys 4 pens and pays with a 20 dollar bill. How much change does he get?"
@@ -124,9 +127,6 @@ def run_demo(
     CUDA 48. With a `console` the eagle3 answers are streamed to it. Each method has one warm-up that is not timed.
     Raises `Unsupported` for bad arguments and whatever loading and patching raise.
     """
-    from rich.console import Console
-    from rich.markup import escape
-
     if max_new_tokens is not None and max_new_tokens < 1:
         raise Unsupported(f"max_new_tokens must be at least 1, not {max_new_tokens}")
     if head is None and model != SMOLLM2:
@@ -134,11 +134,6 @@ def run_demo(
     load = round(os.getloadavg()[0] / (os.cpu_count() or 1), 2) if hasattr(os, "getloadavg") else None
     streams, console = console is not None, console or Console(quiet=True)
     say = console.print
-    with console.status("Importing torch and transformers"):
-        import torch
-
-        from fastspec.patches.hf.config_fields import position_limit
-
     device = use_device(device)
     count = max_new_tokens or (NEW_TOKENS_ON_CUDA if device.startswith("cuda") else NEW_TOKENS)
     if head is not None and "eagle3" not in fitting_heads([head], model):
@@ -187,10 +182,6 @@ def run_demo(
 
 def print_table(result: Result, console: Console) -> None:
     """The closing table, with a note where something needs one."""
-    from rich import box
-
-    from fastspec.programs.terminal import table
-
     title = f"{result.model}, {result.device}, {result.dtype}: median of {len(result.prompts)} prompts"
     rows, cells = result.rows(), []
     for row in rows:

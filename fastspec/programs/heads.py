@@ -10,7 +10,7 @@ from typing import Any
 
 from fastspec.cascade.config import Cascade
 from fastspec.errors import CheckpointError, Unsupported
-from fastspec.models import load_config
+from fastspec.models import load_config, token_table
 
 READERS = {"eagle3": ("eagle3",), "eagle": ("eagle", "eagle2")}
 """Kind of head -> the assistants that read it."""
@@ -49,7 +49,6 @@ def fitting_heads(sources: Sequence[str] | None, model: str) -> dict[str, str]:
 
 def with_tokenizer(config: Cascade, tokenizer: Any, where: str) -> Cascade:
     """The same with the large model's tokenizer. Raises Unsupported where it names one of other tokens."""
-    from fastspec.models import token_table
     from fastspec.patches.cascade.stages import load_tokenizer
 
     if config.tokenizer is not None and token_table(load_tokenizer(config.tokenizer)) != token_table(tokenizer):

@@ -8,6 +8,8 @@ from typing import Any
 
 from fastspec.errors import Unsupported
 from fastspec.files import parse_json
+from fastspec.patches.cascade.settings import left_padded
+from fastspec.patches.hf.ends import end_tokens
 
 
 def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -116,9 +118,6 @@ def encode(
 
 def padded_inputs(batch: Sequence[Sequence[int]], config: Any, device: Any) -> dict[str, Any]:
     """Prompts as `input_ids` and `attention_mask` [B, T], padded on the left, and the config's `pad_token_id`."""
-    from fastspec.patches.cascade.settings import left_padded
-    from fastspec.patches.hf.ends import end_tokens
-
     pad = config.pad_token_id
     if pad is None:
         pad = min(end_tokens(config), default=0)

@@ -241,7 +241,7 @@ def test_answers_to_items_that_are_not_asked_are_refused_at_the_start(folder: Pa
 def test_what_would_fail_at_the_end_is_refused_at_the_start(
     folder: Path, change: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fastspec.models.load_model", lambda *_, **__: pytest.fail("a model is loaded"))
+    monkeypatch.setattr("fastspec.programs.cli.cascade.load_model", lambda *_, **__: pytest.fail("a model is loaded"))
     result = CliRunner().invoke(app, ["cascade", *training(folder), *change])
     assert result.exit_code == 1 and message in " ".join(result.output.split()), result.output
 

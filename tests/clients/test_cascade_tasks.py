@@ -257,7 +257,7 @@ def test_a_file_of_judgements_takes_the_place_of_a_tasks_own(folder: Path) -> No
 def test_tasks_that_a_cascade_cannot_answer_are_refused_before_a_model_is_loaded(
     folder: Path, task: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fastspec.models.load_model", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr("fastspec.programs.cli.cascade.load_model", lambda *_, **__: pytest.fail("loaded"))
     refused = invoke(folder, "--task", task, out="refused")
     assert refused.exit_code == 1 and message in refused.output, refused.output + repr(refused.exception)
     assert not (folder / "refused.jsonl").exists()

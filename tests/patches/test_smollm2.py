@@ -64,8 +64,8 @@ def test_probe_measures_on_the_answer_to_a_prompt(smollm2, monkeypatch, prompt: 
         seen.append(smollm2[1].decode(ids[0]))
         return real(path, model, ids)
 
-    monkeypatch.setattr("fastspec.models.load_model", lambda name, device: smollm2)
-    monkeypatch.setattr("fastspec.models.load_config", lambda name: smollm2[0].config)
+    monkeypatch.setattr("fastspec.programs.cli.heads.load_model", lambda name, device: smollm2)
+    monkeypatch.setattr("fastspec.programs.cli.heads.load_config", lambda name: smollm2[0].config)
     monkeypatch.setattr(probe, "probe_head", probe_head)
     monkeypatch.setattr(probe, "PROBE_TOKENS", 4)
     monkeypatch.setattr(probe, "_readings", lambda checkpoint, target: [(Reading(), checkpoint)])
@@ -80,8 +80,8 @@ def test_probe_measures_on_the_answer_to_a_prompt(smollm2, monkeypatch, prompt: 
 
 
 def test_probe_says_what_is_wrong_with_an_empty_prompt(smollm2, monkeypatch) -> None:
-    monkeypatch.setattr("fastspec.models.load_model", lambda name, device: smollm2)
-    monkeypatch.setattr("fastspec.models.load_config", lambda name: smollm2[0].config)
+    monkeypatch.setattr("fastspec.programs.cli.heads.load_model", lambda name, device: smollm2)
+    monkeypatch.setattr("fastspec.programs.cli.heads.load_config", lambda name: smollm2[0].config)
     monkeypatch.setattr(smollm2[1], "chat_template", None)
     done = run("inspect", HEAD, "--target", HEAD, "--probe", "--probe-prompt", "")
     assert done.exit_code == 2

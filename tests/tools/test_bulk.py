@@ -242,7 +242,7 @@ def test_a_file_system_without_locks_is_told(small, tmp_path, monkeypatch):
 def test_the_command_loads_answers_and_counts(small, tmp_path, monkeypatch):
     file, out = write_prompts(tmp_path / "prompts.jsonl", 4), tmp_path / "out.jsonl"
     model = small_target()
-    monkeypatch.setattr("fastspec.models.load_model", lambda name, *_, **__: (model, small_tokenizer()))
+    monkeypatch.setattr("fastspec.programs.cli.options.load_model", lambda name, *_, **__: (model, small_tokenizer()))
     monkeypatch.setattr("fastspec.programs.heads.load_config", lambda name: model.config)
     monkeypatch.setattr("fastspec.programs.cli.options.check_model", lambda name: None)
     command = [
@@ -374,7 +374,7 @@ def test_a_line_that_cannot_be_written_ends_the_run_and_the_next_one_goes_on(sma
     "command", [["generate", "--prompts", "{file}", "--out", "{out}"], ["serve", "--port", "0"]], ids=str
 )
 def test_an_assistant_that_these_commands_do_not_have_is_told_before_a_model_is_loaded(tmp_path, monkeypatch, command):
-    monkeypatch.setattr("fastspec.models.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("fastspec.programs.cli.options.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "w5"}')
     given = [word.format(file=tmp_path / "prompts.jsonl", out=tmp_path / "out.jsonl") for word in command]
     done = CliRunner().invoke(app, [*given, "--assistant", "speculative"])

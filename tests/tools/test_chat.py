@@ -337,8 +337,9 @@ def test_a_terminal_is_read_until_ctrl_d(chat: Chat) -> None:
 @pytest.fixture
 def command(monkeypatch):
     """Runs `fastspec chat` on the tiny model."""
-    monkeypatch.setattr("fastspec.models.load_model", lambda name, *rest: (target(), tokenizer()))
-    monkeypatch.setattr("fastspec.models.load_config", lambda name: target().config)
+    for module in ("fastspec.models", "fastspec.programs.chat.settings"):
+        monkeypatch.setattr(f"{module}.load_model", lambda name, *rest: (target(), tokenizer()))
+    monkeypatch.setattr("fastspec.programs.chat.settings.load_config", lambda name: target().config)
     monkeypatch.setattr("fastspec.programs.cli.options.check_model", lambda name: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     fixed = ("chat", "--model", "tiny", "--max-new-tokens", "8")

@@ -213,7 +213,7 @@ def test_processors_stand_whatever_the_generation_config_says(chat: Chat, proces
 def test_model_patches_anew_and_keeps_the_conversation(chat: Chat, monkeypatch) -> None:
     respond(chat, "w9", screen())
     other = target(bigram())
-    monkeypatch.setattr("fastspec.models.load_model", lambda name, *rest: (other, tokenizer()))
+    monkeypatch.setattr("fastspec.programs.chat.settings.load_model", lambda name, *rest: (other, tokenizer()))
     chat.settings = chat.settings.replace(assistants=("autoregressive", "transformers"))
     told = execute(chat, "/model other")
     assert "other" in told and chat.model is other and fastspec.report(other)
@@ -224,7 +224,7 @@ def test_model_patches_anew_and_keeps_the_conversation(chat: Chat, monkeypatch) 
 
 def test_resource_adds_a_head_and_model_takes_it_away(chat: Chat, monkeypatch) -> None:
     head = seer(chat.model)
-    monkeypatch.setattr("fastspec.models.load_model", lambda name, *rest: (target(), tokenizer()))
+    monkeypatch.setattr("fastspec.programs.chat.settings.load_model", lambda name, *rest: (target(), tokenizer()))
     chat.reopen(chat.settings.replace(resources=(("eagle3", head),)))
     execute(chat, "/assistant eagle3,transformers")
     told = execute(chat, "/model other")

@@ -113,7 +113,8 @@ def test_an_early_exit_that_another_model_has_not_leaves_speculative_out(
 ) -> None:
     converse(chat, ["/early_exit 4", "/assistant speculative,transformers"], screen(), strict=True)
     monkeypatch.setattr(
-        "fastspec.models.load_model", lambda name, *rest: (target(tiny_model(num_hidden_layers=3)), tokenizer())
+        "fastspec.programs.chat.settings.load_model",
+        lambda name, *rest: (target(tiny_model(num_hidden_layers=3)), tokenizer()),
     )
     assert "speculative is left out: early_exit=4: the target has 3 layers, so at most 2" in execute(
         chat, "/model other"
@@ -190,7 +191,7 @@ def test_what_was_generated_once_is_drafted_in_the_next_turn_of_the_chat(
     first = chat.answer("w10", "nasd", AnswerStreamer(chat.tokenizer, screen()))
     again = chat.answer("w10", "nasd", AnswerStreamer(chat.tokenizer, screen()))
     assert again.accepted > first.accepted and again.tokens == first.tokens
-    monkeypatch.setattr("fastspec.models.load_model", lambda name, *rest: (target(), tokenizer()))
+    monkeypatch.setattr("fastspec.programs.chat.settings.load_model", lambda name, *rest: (target(), tokenizer()))
     execute(chat, "/model other")  # its tokens may be others
     assert chat.answer("w10", "nasd", AnswerStreamer(chat.tokenizer, screen())).accepted == first.accepted
 

@@ -195,8 +195,10 @@ def test_stored_keeps_experts_packed(monkeypatch, asked: bool | None, processes:
     """But of a model that is cut over processes, whose experts transformers reads."""
     told: list[dict[str, object]] = []
     model = small_target()
-    monkeypatch.setattr("fastspec.models.cut_over", lambda _: {})
-    monkeypatch.setattr("fastspec.models.load_model", lambda *_, **options: (told.append(options), (model, None))[1])
+    monkeypatch.setattr("fastspec.programs.cli.options.cut_over", lambda _: {})
+    monkeypatch.setattr(
+        "fastspec.programs.cli.options.load_model", lambda *_, **options: (told.append(options), (model, None))[1]
+    )
     patched, _ = options.patched_model("org/gpt-oss", "cpu", "torch", stored=asked, processes=processes)
     fastspec.unpatch(patched)
     assert patched is model and told == [{"packed": packed}]

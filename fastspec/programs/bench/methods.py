@@ -11,6 +11,8 @@ from typing import Any
 from fastspec.config import Speculative
 from fastspec.errors import Unsupported, accepted
 from fastspec.models import SHIPPED, load_config, load_draft
+from fastspec.patches.api import ASSISTANTS, check_assistant
+from fastspec.patches.hf.config_fields import position_limit
 from fastspec.programs.compare import BASELINE
 from fastspec.programs.heads import read_heads
 from fastspec.programs.texts import encode, read_prompts
@@ -49,8 +51,6 @@ def encode_rows(
     rows: list[Row], tokenizer: Any, model: Any, each: int | None, max_new_tokens: int, say: Say
 ) -> list[BenchPrompt]:
     """The first `each` prompts of every category that the model has positions for, by category."""
-    from fastspec.patches.hf.config_fields import position_limit
-
     bound = position_limit(model.config)
     found: dict[str, list[BenchPrompt]] = {}
     left = 0
@@ -153,8 +153,6 @@ class Drafters:
 
     def loaded(self, target: Any, tokenizer: Any) -> Drafters:
         """The same with the draft model, for this target. Raises Unsupported for an early exit that it has not."""
-        from fastspec.patches.api import check_assistant
-
         if self.early_exit is not None:
             check_assistant(Speculative(early_exit=self.early_exit), target)
             return replace(self, assisted={"assistant_early_exit": self.early_exit})
@@ -183,8 +181,6 @@ def read_drafters(
     """Drafters of a run for a target named `model`, before weights are loaded; without `heads` those that ship for it.
     Raises Unsupported and CheckpointError for a method that does not exist or lacks its drafter, two heads of one kind
     and name, a head that is none or does not fit, and what else the models' configurations tell."""
-    from fastspec.patches.api import ASSISTANTS
-
     known = [name for name in (*PEERS, *ASSISTANTS) if name != "cascade"]
     for name in methods or ():
         if name == "cascade":
@@ -227,8 +223,6 @@ def choose(
 ) -> list[Method]:
     """Methods to measure, the baseline first; `patched` are the instances of the model by the name of their heads. One
     that lacks something is left out with a note, or refused if it was named."""
-    from fastspec.patches.api import ASSISTANTS, check_assistant
-
     options: dict[str, dict[str, Any]] = {
         BASELINE: {},
         LOOKUP: {"prompt_lookup_num_tokens": LOOKUP_TOKENS},

@@ -8,17 +8,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from fastspec.errors import Unsupported
+from fastspec.generation.stats import Profile, Stats
 from fastspec.programs.bench.methods import Row, is_peer
 from fastspec.programs.compare import BASELINE, ROUNDING, first_difference
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-    from fastspec.generation.stats import Profile
+from fastspec.programs.terminal import table
 
 OVERALL = "overall"
 SIDE_BY_SIDE = 3
@@ -46,8 +47,6 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
     """One row per batch size, method and category, and one per size and method over all (`OVERALL`, first): quantiles
     of each figure over the prompts, None where no row has it; medians of the phases; acceptance by position over all
     rounds; how many were identical."""
-    from fastspec.generation.stats import Stats
-
     groups: dict[tuple[int | None, str, str], list[Row]] = {}
     for category in (OVERALL, *dict.fromkeys(row["category"] for row in rows)):
         for row in rows:
@@ -121,8 +120,8 @@ def print_report(rows: Sequence[Row], console: Console) -> None:
         device = f"{where['device']}, {where['dtype']}, threads: {where['threads']}, batch: {batch}"
         console.print(f"\n{where['model']}, {device}", style="bold", markup=False)
         whole = [row for row in summary if row["category"] == OVERALL]
-        for table in (speed_table(whole), round_table(whole), *category_tables(summary)):
-            console.print(table, "")
+        for each in (speed_table(whole), round_table(whole), *category_tables(summary)):
+            console.print(each, "")
     drafters: dict[str, str | None] = {}
     for row in rows:
         named = f"head {row['head']}" if row["head"] else row["draft_model"]
@@ -188,10 +187,6 @@ def category_tables(summary: list[Row]) -> Iterator[Table]:
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    from rich import box
-
-    from fastspec.programs.terminal import table
-
     # 80 columns hold a round's phases
     return table(titles, rows, whole="by position", box=box.SIMPLE, show_edge=False, padding=(0, 1, 0, 0))
 
@@ -223,9 +218,6 @@ def print_texts(rows: Sequence[Row], console: Console, compare: bool) -> None:
 
 def side_by_side(plain: str, ours: str) -> Any:
     """transformers' text and another as two columns; what follows the common start is coloured."""
-    from rich.table import Table
-    from rich.text import Text
-
     same = first_difference(ours, plain)
     if same is None:
         return Text("identical to transformers:\n", style="green").append(ours, style="dim")

@@ -7,13 +7,19 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 import fastspec
 from fastspec.config import BackendName
 from fastspec.devices import use_device
 from fastspec.errors import Unsupported
+from fastspec.generation.heads.module import EagleHead
+from fastspec.generation.stats import Profile
 from fastspec.models import SMOLLM2, load_model, source_of
+from fastspec.patches.assistants.heads import find_head, load_head
+from fastspec.patches.hf.ends import end_tokens
 from fastspec.programs.bench.methods import (
     BUNDLED,
     BenchPrompt,
@@ -32,10 +38,6 @@ from fastspec.programs.bench.methods import (
 from fastspec.programs.bench.peers import CHAINS, Peer, PeerFailed, PeerJob, answers
 from fastspec.programs.compare import MeasuredAnswer, beside, environment, floor, measured_answer, median_answer
 from fastspec.programs.texts import padded_inputs
-
-if TYPE_CHECKING:
-    from fastspec.generation.heads.module import EagleHead
-    from fastspec.generation.stats import Profile
 
 
 def on_part(
@@ -163,8 +165,6 @@ def run_bench(
     absent = [peer for peer in peers if not peer.is_installed()]
     for peer in absent:
         say(f"left out: {peer.engine}: it is not installed for {peer.python}: name another Python with --peer-python")
-    import torch
-
     device = use_device(device)
     named = read_drafters(heads, draft_model, early_exit, model, methods)
     target, tokenizer = load_model(model, device, getattr(torch, dtype) if dtype else None)
@@ -240,11 +240,6 @@ def by_peer(
     say: Say,
 ) -> Iterator[Row]:
     """Rows of an engine, for which the model goes to the CPU. `answered`: (size, batch, the baseline's answer)."""
-    import torch
-
-    from fastspec.patches.assistants.heads import load_head
-    from fastspec.patches.hf.ends import end_tokens
-
     target.to("cpu")
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -272,7 +267,6 @@ def by_peer(
 
 def readable(head: EagleHead, source: str, place: str) -> str:
     """Folder of a head for other programs: its own, or `place`, where one without an LM head is written out with it."""
-    from fastspec.patches.assistants.heads import find_head
     from fastspec.programs.training.heads import save_head, with_own_lm_head
 
     if not head.config.target_rows:

@@ -9,12 +9,17 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import fastspec
 from fastspec.cascade.decisions import Explanation, Visit
 from fastspec.config import STORAGES
 from fastspec.errors import Unsupported, accepted
 from fastspec.files import parse_json
+from fastspec.generation.drafters.nasd import storage_of
 from fastspec.models import prompt_width
+from fastspec.patches.api import ASSISTANTS, cascade_of, check_assistant, has_resource, is_patched, resources_of
+from fastspec.patches.hf.cache import CACHE, kept_cache
 from fastspec.programs.chat import settings as chat_settings
 from fastspec.programs.chat.settings import OLDER_STORAGES, Settings, forget_cascade, load, resource_names
 from fastspec.programs.compare import BASELINE, Stopwatch, first_difference
@@ -165,8 +170,6 @@ class Chat:
         and why. Where loading fails, everything is as it was."""
         self.check_own(settings)
         if all(getattr(settings, name) == getattr(self.settings, name) for name in ("model", "device")):
-            from fastspec.patches.api import resources_of
-
             given = chat_settings.read_resources(settings, self.model, self.tokenizer)
             before = resources_of(self.model)
             fastspec.unpatch(self.model)
@@ -199,8 +202,6 @@ class Chat:
         return [*self.settings.assistants, *([BEAMS] if self.settings.beams > 1 else [])]
 
     def known(self) -> list[str]:
-        from fastspec.patches.api import ASSISTANTS
-
         return [BASELINE, *ASSISTANTS, *self.own]
 
     def check_own(self, settings: Settings) -> None:
@@ -223,8 +224,6 @@ class Chat:
         self.check_name(name)
         if name == BASELINE or name in self.own:
             return
-        from fastspec.patches.api import check_assistant, has_resource, is_patched
-
         if not is_patched(self.model):
             name = type(self.model).__name__
             raise Unsupported(f"this {name} is not patched: fastspec.patch(model) comes before Chat(model, ...)")
@@ -241,10 +240,6 @@ class Chat:
     def answer(self, prompt: str, strategy: str, streamer: Any) -> Answer:
         """The answer of one strategy to the conversation and a further prompt. The display time of `streamer`, a
         `view.AnswerStreamer`, does not count; an interrupt (Ctrl-C) ends the answer with what it was handed."""
-        import torch
-
-        from fastspec.patches.hf.cache import CACHE, kept_cache
-
         ids = self._encode([*self.conversation, {"role": "user", "content": prompt}])
         options = self._options(strategy)
         if strategy != BEAMS:
@@ -342,22 +337,16 @@ class Chat:
         if strategy != fastspec.Nasd.name or (self.settings.storage_per == "answer" and own is None):
             return config
         if self._storage is None or self.settings.storage_per == "answer":
-            from fastspec.generation.drafters.nasd import storage_of
-
             self._storage = storage_of(config) if own is None else self.storages[own]()
         return dataclasses.replace(config, n=None, storage=self._storage)
 
     def _cascade(self, strategy: str) -> fastspec.Cascade | None:
         given = self.own.get(strategy, strategy)
-        from fastspec.patches.api import cascade_of
-
         models = cascade_of(self.model) if given == fastspec.Cascade.name else None
         return given if isinstance(given, fastspec.Cascade) else None if models is None else models.config
 
     def _warm_up(self, strategy: str, ids: Any, options: dict[str, Any]) -> None:
         """Compile and capture before the first answer with an assistant's settings is timed."""
-        import torch
-
         config = None if strategy == BASELINE or strategy in self.own else self.settings.assistant(strategy)
         kind = strategy, config, self.settings.logits_processors
         if kind in self._warm:

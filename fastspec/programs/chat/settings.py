@@ -14,7 +14,8 @@ import fastspec
 from fastspec.config import BackendName
 from fastspec.devices import use_device
 from fastspec.errors import Unsupported, accepted, check_whole
-from fastspec.models import SMOLLM2, SMOLLM2_HEADS
+from fastspec.models import SMOLLM2, SMOLLM2_HEADS, load_config, load_draft, load_model
+from fastspec.patches.api import cascade_of
 from fastspec.programs.heads import fitting_heads, with_tokenizer
 
 # processor -> the settings that it reads, in the order of its arguments
@@ -159,8 +160,6 @@ def resource_names() -> list[str]:
 
 def load(settings: Settings) -> tuple[Any, Any]:
     """The settings' model, patched, and its tokenizer; bf16 on CUDA, fp32 on the CPU."""
-    from fastspec.models import load_config, load_model
-
     if fastspec.Speculative.name in (given := dict(settings.resources)):
         load_config(given[fastspec.Speculative.name])  # a mistyped name is told before the target is loaded
     model, tokenizer = load_model(settings.model, use_device(settings.device))
@@ -175,8 +174,6 @@ def heads_of(model: str, heads: Sequence[str] | None) -> dict[str, str]:
 def read_resources(settings: Settings, model: Any, tokenizer: Any) -> dict[str, Any]:
     """Resources for `fastspec.patch`: draft models are loaded, and cascades read. Raises Unsupported for an assistant
     that takes none, and for what cannot be read."""
-    from fastspec.models import load_draft
-
     given: dict[str, Any] = dict(settings.resources)
     for name, source in settings.resources:
         if name not in resource_names():
@@ -191,8 +188,6 @@ def read_resources(settings: Settings, model: Any, tokenizer: Any) -> dict[str, 
 
 def forget_cascade(model: Any) -> None:
     """Drop the keys and values that the stages of a model's cascade keep between calls, where they keep any."""
-    from fastspec.patches.api import cascade_of
-
     models = cascade_of(model)
     if models is not None and models.memory is not None:
         models.memory.clear()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
@@ -20,9 +21,6 @@ from fastspec.programs.compare import ROUNDING, first_difference
 from fastspec.programs.demo import MarkedStreamer
 from fastspec.programs.terminal import table
 from fastspec.programs.texts import ACCEPTED, BONUS, OWN, RECOVERED, own_mark
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 STYLES: dict[str, str | None] = {ACCEPTED: "bold green", RECOVERED: "bold yellow", BONUS: "bold cyan", OWN: None}
 """Mark -> style."""

@@ -30,12 +30,12 @@ def demo(
     as_json: options.AsJson = False,
 ) -> None:
     """Answer a few prompts with transformers' generate, without and with EAGLE-3, and compare speed and output."""
-    from fastspec.programs.demo import print_table, run_demo
-
     name = options.model_name(model, model_option, SMOLLM2)
-    console = Console(highlight=False)
+    console = Console(highlight=False, quiet=as_json)
     asked: dict[str, Any] = {"prompts": prompt, "model": name, "head": head, "max_new_tokens": max_new_tokens}
     with options.stdout_kept(as_json):
+        with console.status("Importing torch and transformers"):
+            from fastspec.programs.demo import print_table, run_demo
         result = run_demo(**asked, device=device, backend=backend, console=None if as_json else console)
     if as_json:
         print(json.dumps(result.as_json()))

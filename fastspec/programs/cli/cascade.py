@@ -13,11 +13,14 @@ from rich.console import Console
 from rich.table import Column
 from typer import Option
 
+import fastspec
 from fastspec.cascade.config import Stage, refuse_unknown
 from fastspec.config import BackendName
+from fastspec.devices import use_device
 from fastspec.distribution import install_command
 from fastspec.errors import Unsupported
 from fastspec.files import read_yaml
+from fastspec.models import load_model
 from fastspec.programs.cli.options import Backend, Device, Dtype, NamingCommand
 from fastspec.programs.heads import fitting_heads
 from fastspec.programs.terminal import counting, table
@@ -108,7 +111,6 @@ def train(
     Answers are judged by the items' own `answer`, by the task, or by a file of yours (--right).
     """
     from fastspec.cascade import records
-    from fastspec.devices import use_device
     from fastspec.patches.cascade.stages import measure_rates
     from fastspec.programs.training import cascade, cascade_answers
 
@@ -205,8 +207,6 @@ def models_of(
     """The models of a cascade that has no predictor yet, loaded and patched, and the large one's tokenizer."""
     import torch
 
-    import fastspec
-    from fastspec.models import load_model
     from fastspec.patches.api import cascade_models
 
     kind = None if dtype is None else getattr(torch, dtype)

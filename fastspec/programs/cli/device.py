@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from rich.console import Console
 from typer import Option
 
+import fastspec
 from fastspec.config import BackendName
 from fastspec.devices import use_device
 from fastspec.errors import Unsupported
@@ -39,8 +40,6 @@ def warmup(
 ) -> None:
     """Compile the kernels that a model's calls need, for images and servers: later processes find them on disk. See
     docs/guide/devices.md."""
-    import fastspec
-
     name = options.model_name(model, model_option)
     how: dict[str, Any] = {"dtype": dtype, "draft_model": draft_model, "stored": stored, "head_bits": head_bits}
     target, _ = options.patched_model(name, device, backend, heads=fitting_heads(head, name), **how)
@@ -69,8 +68,6 @@ def tune(
 ) -> None:
     """Measure the launches of the kernels on this GPU for a model's shapes, and keep the fastest for later runs. See
     docs/guide/devices.md."""
-    import fastspec
-
     console = Console(highlight=False, markup=False, soft_wrap=True)
     if forget:
         from fastspec.patches.tuning.store import forget as remove

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.text import Text
 from typer import Argument, Option
 
+from fastspec.devices import use_device
+from fastspec.models import load_config, load_model
 from fastspec.programs.cli.options import AnyModel, Device, ModelOption, model_name
 from fastspec.programs.terminal import table, training_bars
 from fastspec.removed import BLOCK_HEADS, BLOCK_SETTINGS
@@ -107,8 +109,6 @@ def inspect(
     """Say how a head's checkpoint is read, or a model's MTP layer, and whether it fits a target. Exit status 1 where it
     does not."""
     target = None if model is None and model_option is None else model_name(model, model_option)
-    from fastspec.devices import use_device
-    from fastspec.models import load_config, load_model
     from fastspec.patches.assistants.heads import inspect_head
     from fastspec.patches.assistants.mtp import inspect_mtp
 

@@ -10,10 +10,13 @@ from typing import Annotated, Any, ClassVar, Literal
 import typer
 from typer import Argument, Option
 
+import fastspec
 from fastspec.cascade.config import Cascade
 from fastspec.config import BackendName, HeadBits
+from fastspec.devices import use_device
 from fastspec.errors import Unsupported, meant
-from fastspec.models import SMOLLM2, check_model
+from fastspec.models import SMOLLM2, check_model, cut_over, load_config, load_draft, load_model
+from fastspec.programs.heads import with_tokenizer
 
 MODEL = "Hub id, directory or .gguf file of the target."
 Model = Annotated[str | None, Argument(metavar="MODEL", show_default=SMOLLM2, help=MODEL)]
@@ -102,11 +105,6 @@ def patched_model(
 ) -> tuple[Any, Any]:
     """(model, tokenizer), loaded and patched as a command's options say, `heads` by assistant."""
     import torch
-
-    import fastspec
-    from fastspec.devices import use_device
-    from fastspec.models import cut_over, load_config, load_draft, load_model
-    from fastspec.programs.heads import with_tokenizer
 
     on = use_device(device)
     if draft_model:
