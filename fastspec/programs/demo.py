@@ -22,7 +22,7 @@ from fastspec.patches.hf.config_fields import position_limit
 from fastspec.programs.compare import BASELINE, ROUNDING, MeasuredAnswer, beside, measured_answer
 from fastspec.programs.heads import fitting_heads
 from fastspec.programs.terminal import counting, table
-from fastspec.programs.texts import encode
+from fastspec.programs.texts import Detokenizer, encode
 
 PENS = (
     "A shop sells pens at 3 dollars each. Tom buys 4 pens and pays with a 20 dollar bill. How much change does he get?"
@@ -77,11 +77,10 @@ class MarkedStreamer:
     """Streamer that prints accepted draft tokens in colour; `on_round` comes before `put` of the same tokens."""
 
     def __init__(self, tokenizer: Any, console: Console) -> None:
-        self.tokenizer, self.console = tokenizer, console
+        self.texts, self.console = Detokenizer(tokenizer, skip_special_tokens=True), console
         self.styles: deque[str | None] = deque()
         """Styles of the tokens that were announced and not yet put."""
         self.ids: list[int] = []
-        self.start, self.read = 0, 0
         self.prompt_seen = False
 
     def on_round(self, tokens: list[int], accepted: int) -> None:
@@ -94,17 +93,10 @@ class MarkedStreamer:
             self.prompt_seen = True
             return
         for token in value.reshape(-1).tolist():
-            self._print(token, self.styles.popleft() if self.styles else None)
-
-    def _print(self, token: int, style: str | None) -> None:
-        # a character may span tokens, and a token's text depend on its neighbour: decode from the last settled token on
-        self.ids.append(token)
-        before = self.tokenizer.decode(self.ids[self.start : self.read], skip_special_tokens=True)
-        after = self.tokenizer.decode(self.ids[self.start :], skip_special_tokens=True)
-        if len(after) > len(before) and not after.endswith("\ufffd"):
-            text = after[len(before) :]
-            self.console.print(text, style=style, end="", markup=False, highlight=False, soft_wrap=True)
-            self.start, self.read = self.read, len(self.ids)
+            self.ids.append(token)
+            text, style = self.texts.add([token]), self.styles.popleft() if self.styles else None
+            if text:
+                self.console.print(text, style=style, end="", markup=False, highlight=False, soft_wrap=True)
 
     def end(self) -> None:
         self.console.print()

@@ -130,6 +130,40 @@ def until_end(tokens: list[int], ends: Collection[int]) -> list[int]:
     return tokens[: next((at for at, token in enumerate(tokens) if token in ends), len(tokens)) + 1]
 
 
+BEGUN = "\ufffd"
+"""Stands in a decoded text for bytes that are no character, or not yet."""
+
+
+class Detokenizer:
+    """Text of tokens that come in pieces; a character comes with the last of its bytes, or at the end as U+FFFD."""
+
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool) -> None:
+        self.whole, self.skip = tokenizer, skip_special_tokens
+        self.tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)  # the faster of the two
+        self.tokens: list[int] = []
+        """The last ones: what a token decodes to depends on the one before it."""
+        self.known = self.said = self.length = 0
+        """Tokens, and characters of what `tokens` decode to, that have been given; characters in all."""
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=self.skip))
+
+    def add(self, tokens: list[int]) -> str:
+        """The text that is certain with these tokens."""
+        self.tokens += tokens
+        text = self._decode(self.tokens)
+        certain = text.rstrip(BEGUN)
+        new, self.said = certain[self.said :], max(self.said, len(certain))
+        self.length += len(new)
+        if certain == text and new:
+            self.tokens = self.tokens[self.known :]
+            self.known, self.said = len(self.tokens), len(self._decode(self.tokens))
+        return new
+
+    def finish(self) -> str:
+        return self._decode(self.tokens)[self.said :]
+
+
 ACCEPTED, RECOVERED, BONUS, OWN = "accepted", "recovered", "bonus", "own"
 """OWN is a token of the target with no draft beside it: the first of an answer, and all of plain decoding."""
 

@@ -16,7 +16,6 @@ pytest.importorskip("openai")
 from fastspec.programs.serving.answers import (
     AnswerReader,
     Content,
-    Detokenizer,
     Event,
     Reasoning,
     ResponseParser,
@@ -24,6 +23,7 @@ from fastspec.programs.serving.answers import (
     merged,
 )
 from fastspec.programs.serving.structured import response_template
+from fastspec.programs.texts import Detokenizer
 
 QWEN, QWEN_3_5, GEMMA = (
     response_template(None, SimpleNamespace(model_type=kind)) for kind in ("qwen3", "qwen3_5_text", "gemma4")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import typer
@@ -83,11 +83,9 @@ def model_name(argument: str | None, option: str | None, default: str | None = N
     return found
 
 
-@contextlib.contextmanager
-def stdout_kept(as_json: bool) -> Iterator[None]:
+def stdout_kept(as_json: bool) -> contextlib.AbstractContextManager[object]:
     """Context manager that sends what libraries print to stderr, so that `--json` prints its object alone."""
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        yield
+    return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
 
 
 def patched_model(

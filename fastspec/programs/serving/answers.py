@@ -16,10 +16,8 @@ from fastspec.cascade.decisions import Visit
 from fastspec.generation.verify import TokenLogprob
 from fastspec.patches.call.processors import StreamedRound
 from fastspec.programs.serving.requests import parse
-from fastspec.programs.texts import ACCEPTED, OWN, own_mark
+from fastspec.programs.texts import ACCEPTED, OWN, Detokenizer, own_mark
 
-BEGUN = "\ufffd"
-"""Stands in a decoded text for bytes that are no character, or not yet."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a response template's field for reasoning."""
 
@@ -119,35 +117,6 @@ def merged(events: Iterable[Event]) -> Iterator[Event]:
         alike = list(group)
         texts = [each.text for each in alike if isinstance(each, (Content, Reasoning))]
         yield from [kind("".join(texts))] if texts else alike
-
-
-class Detokenizer:
-    """Text of tokens that come in pieces; a character comes with the last of its bytes, or at the end as U+FFFD."""
-
-    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool) -> None:
-        self.whole, self.tokenizer, self.skip = tokenizer, tokenizer.backend_tokenizer, skip_special_tokens
-        self.tokens: list[int] = []
-        """The last ones: what a token decodes to depends on the one before it."""
-        self.known = self.said = self.length = 0
-        """Tokens, and characters of what `tokens` decode to, that have been given; characters in all."""
-
-    def _decode(self, tokens: list[int]) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=self.skip))
-
-    def add(self, tokens: list[int]) -> str:
-        """The text that is certain with these tokens."""
-        self.tokens += tokens
-        text = self._decode(self.tokens)
-        certain = text.rstrip(BEGUN)
-        new, self.said = certain[self.said :], max(self.said, len(certain))
-        self.length += len(new)
-        if certain == text and new:
-            self.tokens = self.tokens[self.known :]
-            self.known, self.said = len(self.tokens), len(self._decode(self.tokens))
-        return new
-
-    def finish(self) -> str:
-        return self._decode(self.tokens)[self.said :]
 
 
 def _as_text(name: str, spec: dict[str, Any]) -> dict[str, Any]:
