@@ -136,8 +136,10 @@ def run_demo(
     inputs = [encode(tokenizer, text, device) for text in texts]
     bound, longest = position_limit(target.config), max(batch["input_ids"].shape[1] for batch in inputs) + count
     if bound is not None and longest > bound:
-        room = f"a prompt and {count} new tokens are {longest} tokens, and {model} has positions for {bound}"
-        raise Unsupported(f"{room}: shorten the prompt, or give a smaller --max-new-tokens")
+        raise Unsupported(
+            f"a prompt and {count} new tokens are {longest} tokens, and {model} has positions for {bound}: shorten the "
+            "prompt, or give a smaller --max-new-tokens"
+        )
     result = Result(model, device, str(target.dtype).removeprefix("torch."), texts, load=load)
 
     def timed(method: str) -> list[MeasuredAnswer]:

@@ -36,8 +36,10 @@ def read_heads(sources: Iterable[str], config: Any = None) -> dict[str, str]:
         readers = READERS[report.config.kind]
         methods = [f"{each}:{name}" if name else each for each in readers]
         if methods[0] in found:
-            both = f"--head {found[methods[0]]} and --head {source} are both heads of {' and '.join(methods)}"
-            raise Unsupported(f"{both}: give one of them, or compare them by `fastspec bench`, as --head NAME=HEAD")
+            raise Unsupported(
+                f"--head {found[methods[0]]} and --head {source} are both heads of {' and '.join(methods)}: give one "
+                "of them, or compare them by `fastspec bench`, as --head NAME=HEAD"
+            )
         found |= dict.fromkeys(methods, source)
     return found
 
@@ -52,6 +54,8 @@ def with_tokenizer(config: Cascade, tokenizer: Any, where: str) -> Cascade:
     from fastspec.patches.cascade.stages import load_tokenizer
 
     if config.tokenizer is not None and token_table(load_tokenizer(config.tokenizer)) != token_table(tokenizer):
-        other = f"{where}: tokenizer={config.tokenizer!r} has other tokens than the large model"
-        raise Unsupported(f"{other}: name that model's, or leave it out, and the model's own is taken")
+        raise Unsupported(
+            f"{where}: tokenizer={config.tokenizer!r} has other tokens than the large model: name that model's, or "
+            "leave it out, and the model's own is taken"
+        )
     return replace(config, tokenizer=tokenizer)

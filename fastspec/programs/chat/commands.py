@@ -82,8 +82,10 @@ def execute(chat: Chat, line: str) -> Any:
         raise Unsupported(f"{line}: {error}") from error
     found = COMMANDS.get(name)
     if found is None:
-        hint = f"{meant(f'/{name}', (f'/{each}' for each in COMMANDS))}/help lists them"
-        raise Unsupported(f"unknown command /{name}: {hint}; a space before the slash makes the line a prompt")
+        raise Unsupported(
+            f"unknown command /{name}: {meant(f'/{name}', (f'/{each}' for each in COMMANDS))}/help lists them; a space "
+            "before the slash makes the line a prompt"
+        )
     _, *words = found.usage.split()
     least = sum(not word.startswith("[") for word in words)
     if not least <= len(arguments) <= len(words):

@@ -234,8 +234,9 @@ class Chat:
             exits = early and settings.field("speculative.early_exit") is not None
             if has_resource(name, self.model) or name not in resource_names() or exits:
                 raise
-            commands = f"/resource {name} SOURCE{' or /early_exit K' if early else ''}"
-            raise Unsupported(f"{error}; in the chat: {commands}") from error
+            raise Unsupported(
+                f"{error}; in the chat: /resource {name} SOURCE{' or /early_exit K' if early else ''}"
+            ) from error
 
     def answer(self, prompt: str, strategy: str, streamer: Any) -> Answer:
         """The answer of one strategy to the conversation and a further prompt. The display time of `streamer`, a

@@ -89,14 +89,18 @@ class Settings:
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise Unsupported(f"seed must lie between 0 and 2**63 - 1, not {self.seed}")
         if not 0 < self.temperature < float("inf"):
-            told = f"temperature must be above 0 and finite, not {self.temperature:g}"
-            raise Unsupported(f"{told}: /processor greedy does without sampling")
+            raise Unsupported(
+                f"temperature must be above 0 and finite, not {self.temperature:g}: /processor greedy does without "
+                "sampling"
+            )
         if not abs(self.length_penalty) < float("inf"):
             raise Unsupported(f"length_penalty must be finite, not {self.length_penalty:g}")
         longest = self.field("nasd.n")
         if self.own_storage is not None and longest is not None:
-            told = f"nasd.n={longest} is of fastspec's own storages, and {self.own_storage!r} is yours"
-            raise Unsupported(f"{told}: /ngram default takes it back")
+            raise Unsupported(
+                f"nasd.n={longest} is of fastspec's own storages, and {self.own_storage!r} is yours: /ngram default "
+                "takes it back"
+            )
         if not 0 < self.top_p <= 1:
             raise Unsupported(f"top_p must lie above 0 and at most at 1, not {self.top_p:g}")
         for name, known in (("processor", PROCESSORS), ("storage_per", KEPT_FOR)):

@@ -93,8 +93,9 @@ def chat(
         given = [each for each, source in sources if source is not None and source.name != "DEFAULT"]
         if given:
             told = ", ".join(f"--{each.removesuffix('_option').replace('_', '-')}" for each in given)
-            told = f"the file has what {told} would set: leave it out, or change it in the chat"
-            raise typer.BadParameter(told, param_hint="--load")
+            raise typer.BadParameter(
+                f"the file has what {told} would set: leave it out, or change it in the chat", param_hint="--load"
+            )
         saved = read_saved(load)
         # the file may come from another machine
         settings = saved.settings.replace(device=device, backend=backend, debug=debug)
@@ -137,8 +138,9 @@ def bench(
     from fastspec.programs.bench.peers import Peer
 
     if profile and as_json:
-        told = "its tables are printed, and --json prints one object alone: give one of the two"
-        raise typer.BadParameter(told, param_hint="--profile")
+        raise typer.BadParameter(
+            "its tables are printed, and --json prints one object alone: give one of the two", param_hint="--profile"
+        )
     console = Console(highlight=False, emoji=False, stderr=as_json)  # eagle3:a: is no face
     profiles: dict[str, Any] = {}
     failures: list[str] = []

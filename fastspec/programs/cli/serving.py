@@ -71,12 +71,16 @@ def cascade_of(
     options that do not go together, and a predictor that cannot be read or is for other stages."""
     own, heads = split_heads(given or (), stages or ())
     if path is not None and (stages or cut or predictor is not None):
-        others = "--stage, --stage-tensor-parallel and --predictor"
-        raise Unsupported(f"--cascade FILE names the stages, their heads and their predictor: leave out {others}")
+        raise Unsupported(
+            "--cascade FILE names the stages, their heads and their predictor: leave out --stage, "
+            "--stage-tensor-parallel and --predictor"
+        )
     if path is None and not stages:
         if predictor is not None or price is not None or cut:
-            others = "--predictor, --price and --stage-tensor-parallel"
-            raise Unsupported(f"{others} are of a cascade: give --cascade FILE or --stage NAME=MODEL")
+            raise Unsupported(
+                "--predictor, --price and --stage-tensor-parallel are of a cascade: give --cascade FILE or --stage "
+                "NAME=MODEL"
+            )
         return own, None
     from fastspec.cascade.predictor import Predictor
 
@@ -105,8 +109,10 @@ def _processes(text: str, names: Sequence[str]) -> tuple[str, int]:
     """(name, number of processes) of --stage-tensor-parallel NAME=N."""
     name, _, count = text.partition("=")
     if name not in names or not count.isdecimal():
-        known = f"the name of a --stage ({', '.join(names)}) and a number of processes"
-        raise Unsupported(f"--stage-tensor-parallel {text!r} must be NAME=N, {known}")
+        raise Unsupported(
+            f"--stage-tensor-parallel {text!r} must be NAME=N, the name of a --stage ({', '.join(names)}) and a number "
+            "of processes"
+        )
     return name, int(count)
 
 
@@ -136,8 +142,9 @@ def chosen_of(name: str, given: Mapping[str, str], assistant: str | None) -> Cho
     chosen = cast(AssistantName, assistant or next(iter(first), "nasd"))
     if chosen in HEADS and chosen not in heads:
         others = f"; --head {next(iter(given.values()))} is for {' and '.join(given)}" if given else ""
-        known = f"no head is known for {name!r}: name one with --head (a directory or a hub id)"
-        raise Unsupported(f"{known} for {chosen}{others}")
+        raise Unsupported(
+            f"no head is known for {name!r}: name one with --head (a directory or a hub id) for {chosen}{others}"
+        )
     return Chosen(chosen, heads.get(chosen))
 
 

@@ -280,8 +280,9 @@ def bound(host: str, port: int) -> socket.socket:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(address)
     except OSError as error:
-        told = f"{host}:{port} cannot be listened on ({error.strerror})"
-        raise Unsupported(f"{told}: name another --port or --host") from error
+        raise Unsupported(
+            f"{host}:{port} cannot be listened on ({error.strerror}): name another --port or --host"
+        ) from error
     return made
 
 

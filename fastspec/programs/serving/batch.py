@@ -103,8 +103,10 @@ def _refuse_penalties(batch: ContinuousCascade, prompt: BatchPrompt) -> None:
     named = {"frequency_penalty": prompt.frequency, "presence_penalty": prompt.presence}
     given = ", ".join(name for name, value in named.items() if value)
     if given and batch.rewriting:
-        why = f"it counts the large model's tokens, and the stage {batch.rewriting[0]!r} has others or another prompt"
-        raise Unsupported(f"{given} is not accepted: {why}")
+        raise Unsupported(
+            f"{given} is not accepted: it counts the large model's tokens, and the stage {batch.rewriting[0]!r} has "
+            "others or another prompt"
+        )
 
 
 def submit(batch: PromptBatch, tokenizer: Any, prompt: BatchPrompt, put_round: PutRound) -> Future[Tensor]:

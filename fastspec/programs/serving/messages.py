@@ -55,8 +55,10 @@ request, so that no two prompts would begin alike."""
 def as_chat(body: Body) -> Body:
     """The fields of a chat that a checked request comes to. Raises Refused for what no chat has."""
     if "thread" in body:  # the package goes on without one where it is told so by this code
-        told = "thread is not accepted: no conversation is kept here, send all its messages"
-        raise Refused(told, code="thread_unsupported_request")
+        raise Refused(
+            "thread is not accepted: no conversation is kept here, send all its messages",
+            code="thread_unsupported_request",
+        )
     found = {name: body[name] for name in SAME if name in body}
     found["messages"] = _system(body.get("system")) + _messages(body["messages"])
     if body.get("stop_sequences"):

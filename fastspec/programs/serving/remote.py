@@ -77,8 +77,9 @@ class Remote(Served, AbstractContextManager["Remote"]):
                 assert isinstance(messages[0], Ready)
                 return messages[0]
         self.process.join()
-        ended = f"the process of the rounds has ended with status {self.process.exitcode}"
-        raise FastSpecError(f"{ended} before its batch was open")
+        raise FastSpecError(
+            f"the process of the rounds has ended with status {self.process.exitcode} before its batch was open"
+        )
 
     state = property(lambda self: self._state)
     waiting = property(lambda self: max(0, len(self._asked) - self.running))

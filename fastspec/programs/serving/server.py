@@ -425,12 +425,13 @@ class Server:
         """Raise Refused where so many answers cannot wait: as many as rows and queue hold may come at once."""
         waiting, rows = self.batch.waiting, self.batch.stats.rows
         if count > self.limits.queue + rows:
-            room = f"this server has {rows} rows and lets {self.limits.queue} wait"
-            raise Refused(f"{count} answers are asked for at once, and {room}: send fewer prompts, or a smaller n")
+            raise Refused(
+                f"{count} answers are asked for at once, and this server has {rows} rows and lets {self.limits.queue} "
+                "wait: send fewer prompts, or a smaller n"
+            )
         if waiting >= self.limits.queue or (count > 1 and waiting + count > self.limits.queue + rows):
             self.metrics.requests.labels("refused").inc()
-            message = f"{waiting} requests are waiting already: try again later"
-            raise Refused(message, 429, headers={"Retry-After": "1"})
+            raise Refused(f"{waiting} requests are waiting already: try again later", 429, headers={"Retry-After": "1"})
 
     async def _is_taken(self, sent: Sent) -> None:
         """Return when the batch has taken a prompt. Raises Refused; where nobody waits any more it is let go of."""

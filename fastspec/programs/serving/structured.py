@@ -122,8 +122,9 @@ def _of_calls(choice: Any, tools: list[Body] | None, parallel: bool) -> Structur
 def _parameters(function: Body) -> Body:
     given = function.get("parameters") or {}
     if given.get("type", "object") != "object":
-        kind = f"of type {given['type']!r}: arguments are an object"
-        raise Unsupported(f"the parameters of the tool {function['name']!r} are {kind}")
+        raise Unsupported(
+            f"the parameters of the tool {function['name']!r} are of type {given['type']!r}: arguments are an object"
+        )
     return closed({**ANY_OBJECT, **given})
 
 

@@ -61,15 +61,16 @@ def check_items(items: Sequence[Item], *, right: bool) -> None:
     found: dict[str, str] = {}
     for item in items:
         if item.name in found:
-            sets = f"{found[item.name]} and {item.set}"
-            raise Unsupported(f"the id {item.name!r} is there twice, in {sets}: ids must be unique")
+            raise Unsupported(
+                f"the id {item.name!r} is there twice, in {found[item.name]} and {item.set}: ids must be unique"
+            )
         found[item.name] = item.set
     bare = [item for item in items if item.given is None and not item.task]
     if bare and not right:
-        count = f"{len(bare)} of {len(items)} items, such as {bare[0].name!r} of {bare[0].set}"
         raise Unsupported(
-            f"{count}, have no `answer` to match (a `reference` is one good answer of many): give one, let a task of "
-            "lm-eval judge (--task), or a judge of yours (--right)"
+            f"{len(bare)} of {len(items)} items, such as {bare[0].name!r} of {bare[0].set}, have no `answer` to match "
+            "(a `reference` is one good answer of many): give one, let a task of lm-eval judge (--task), or a judge "
+            "of yours (--right)"
         )
 
 
@@ -165,9 +166,10 @@ def check_answers(
 def check_training(items: Sequence[Item], seed: int, share: float) -> None:
     count = sum(records.split(item.name, seed, share) == records.SPLITS[0] for item in items)
     if count < LEAST_ITEMS:
-        found = f"{count} of {len(items)} items are for training (share={share}, seed={seed})"
-        needed = f"at least {LEAST_ITEMS} are needed, some hundreds for a useful predictor"
-        raise Unsupported(f"{found}, and {needed}: ask more, or raise --share")
+        raise Unsupported(
+            f"{count} of {len(items)} items are for training (share={share}, seed={seed}), and at least {LEAST_ITEMS} "
+            "are needed, some hundreds for a useful predictor: ask more, or raise --share"
+        )
 
 
 def place(model: Any) -> dict[str, str]:
@@ -215,8 +217,10 @@ def judge(
     known = {item.name: item for item in items}
     unknown = sorted({record.item for record in read} - set(known))
     if unknown:
-        others = f"{len(unknown)} items that were not asked now, such as {unknown[0]!r}"
-        raise Unsupported(f"{path} has answers to {others}: give all prompt files and tasks, or write to another file")
+        raise Unsupported(
+            f"{path} has answers to {len(unknown)} items that were not asked now, such as {unknown[0]!r}: give all "
+            "prompt files and tasks, or write to another file"
+        )
     found: dict[tuple[str, str], tuple[float, str]] = {}
     if right is not None:
         judged = read_right(right, read, path)
@@ -286,8 +290,9 @@ class Given:
             if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(letters):
                 answer = letters[answer]
             if not isinstance(answer, str) or len(answer) != 1 or answer not in letters:
-                must = f"must be a letter of the {len(letters)} `choices`, or a place"
-                raise Unsupported(f"item {row.get('id')!r}: `answer` {must}")
+                raise Unsupported(
+                    f"item {row.get('id')!r}: `answer` must be a letter of the {len(letters)} `choices`, or a place"
+                )
             return cls("choice", (answer,), tuple(map(str, row["choices"])))
         accepted = answer if isinstance(answer, (list, tuple)) else () if answer is None else (answer,)
         texts = tuple(str(each).strip() for each in accepted if str(each).strip())
@@ -363,6 +368,8 @@ def read_right(path: str | Path, answers: Sequence[Record], source: str | Path) 
         found[record.item, record.stage] = float(right)
     missing = [pair for pair in known if pair not in found]
     if missing:
-        such = f"such as item {missing[0][0]!r} by stage {missing[0][1]!r}"
-        raise Unsupported(f"{path}: {len(missing)} of {len(known)} answers of {source} are not judged, {such}")
+        raise Unsupported(
+            f"{path}: {len(missing)} of {len(known)} answers of {source} are not judged, such as item "
+            f"{missing[0][0]!r} by stage {missing[0][1]!r}"
+        )
     return found

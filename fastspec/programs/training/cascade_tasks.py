@@ -90,8 +90,10 @@ class Tasks:
         manager = TaskManager(include_path=include)
         unknown = [name for name in names if name not in manager.all_tasks and not Path(name).is_file()]
         if unknown:
-            told = "`lm-eval ls tasks` lists its own, and --include-path names a folder with files of yours"
-            raise Unsupported(f"lm-eval {lm_eval.__version__} has no task {', '.join(unknown)}: {told}")
+            raise Unsupported(
+                f"lm-eval {lm_eval.__version__} has no task {', '.join(unknown)}: `lm-eval ls tasks` lists its own, "
+                "and --include-path names a folder with files of yours"
+            )
         try:
             self.loaded = manager.load(list(names))
         except (OSError, ValueError) as error:
@@ -121,8 +123,10 @@ class Tasks:
                 for sample in (each for each in samples if each["filter"] == chosen):
                     value = sample[metric]
                     if not isinstance(value, (bool, int, float)) or not 0 <= value <= 1:
-                        must = "must be a number in [0, 1]: choose another, --metric"
-                        raise Unsupported(f"lm-eval {task}: {metric},{chosen} of an answer is {value!r}, and {must}")
+                        raise Unsupported(
+                            f"lm-eval {task}: {metric},{chosen} of an answer is {value!r}, and must be a number in [0, "
+                            "1]: choose another, --metric"
+                        )
                     item = answering.asked[task, sample["doc_id"]]
                     found[item.name, stage] = float(value), f"lm-eval {task} ({metric},{chosen})"
         return found

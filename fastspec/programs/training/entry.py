@@ -147,8 +147,10 @@ def _record(config: TrainConfig, folder: Path) -> None:
     path = folder / RECORD
     if path.exists():
         if was := differing(json.loads(path.read_text(encoding="utf-8")), found):
-            ways = "go on with the same settings, or choose another output folder"
-            raise Unsupported(f"the texts in {folder} were made with {was}: {ways}")
+            raise Unsupported(
+                f"the texts in {folder} were made with {was}: go on with the same settings, or choose another output "
+                "folder"
+            )
         return
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -50,8 +50,10 @@ def head_for(config: TrainConfig, target: Any, draft_vocab_size: int) -> HeadCon
     heads, layers, width = c.num_attention_heads, c.num_hidden_layers, config.hidden_size or c.hidden_size
     read = target.get_output_embeddings().weight.shape[1]
     if config.share_lm_head and not width == c.hidden_size == read:
-        given = f"the target's states are {c.hidden_size} wide, its LM head reads {read}, and the head is to be {width}"
-        raise Unsupported(f"share_lm_head needs one width: {given}")
+        raise Unsupported(
+            f"share_lm_head needs one width: the target's states are {c.hidden_size} wide, its LM head reads {read}, "
+            f"and the head is to be {width}"
+        )
     theta = (getattr(c, "rope_parameters", None) or {}).get("rope_theta", getattr(c, "rope_theta", 10000.0))
     if eagle3 and not taps:
         taps = tuple(sorted({min(2, layers), layers // 2, max(1, layers - 3)}))
@@ -139,8 +141,10 @@ def opened(config: TrainConfig, target: Any) -> EagleHead | MtpHead | None:
         return _trainable(layer)
     head = load_head(config.start_from, target)
     if head.config.kind != config.kind:
-        kinds = f"a head of kind {head.config.kind!r} and the run trains {config.kind!r}"
-        raise Unsupported(f"{config.start_from} is {kinds}: give that kind")
+        raise Unsupported(
+            f"{config.start_from} is a head of kind {head.config.kind!r} and the run trains {config.kind!r}: give that "
+            "kind"
+        )
     try:
         checkpoint_tensors(head)
     except ValueError as error:

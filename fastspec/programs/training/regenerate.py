@@ -256,6 +256,8 @@ def follow_up(tokenizer: Any, question: str, ends: Sequence[int]) -> list[int]:
     closing = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=False).partition(MARK)[2]
     ids = list(tokenizer(closing, add_special_tokens=False)["input_ids"])
     if not ids or ids[0] not in ends:
-        told = f"puts {closing[:20]!r} after an answer, which is none of the target's end tokens {list(ends)}"
-        raise Unsupported(f"the chat template {told}: follow_ups cannot join turns, leave it out")
+        raise Unsupported(
+            f"the chat template puts {closing[:20]!r} after an answer, which is none of the target's end tokens "
+            f"{list(ends)}: follow_ups cannot join turns, leave it out"
+        )
     return ids[1:]

@@ -74,8 +74,10 @@ class Trainer:
         self.texts = _usable(texts, config.max_length)
         self.heldout = _usable(heldout, config.max_length)
         if not len(self.texts):
-            fits = f"an answer of three tokens and at most {config.max_length} in all"
-            raise Unsupported(f"there is no text to train on: of {len(texts)} none has {fits}")
+            raise Unsupported(
+                f"there is no text to train on: of {len(texts)} none has an answer of three tokens and at most "
+                f"{config.max_length} in all"
+            )
         self.starts = self.texts.answer_starts
         self.folder = Path(config.output)
         self.progress = Progress()
@@ -130,8 +132,10 @@ class Trainer:
         begun = default | state["identity"]  # an older run lacks newer settings, and may hold "" or 0 for these two
         begun |= {name: default[name] for name in ("loss", "decay") if not begun[name]}
         if was := data.differing(begun, self.identity):
-            ways = "go on with the same, choose another output folder, or set resume=False"
-            raise Unsupported(f"the run in {self.folder} has {was}: {ways}")
+            raise Unsupported(
+                f"the run in {self.folder} has {was}: go on with the same, choose another output folder, or set "
+                "resume=False"
+            )
         return state
 
     def _plan(self, epoch: int) -> list[np.ndarray]:
