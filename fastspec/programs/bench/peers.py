@@ -129,8 +129,9 @@ def answers(peer: Peer, job: PeerJob, chain: int | None = None) -> tuple[Row, li
         path.write_text(json.dumps(asked), encoding="utf-8")
         with log.open("wb") as file:
             command = [peer.python, str(WORKERS[peer.engine]), str(path), str(out)]
-            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
-            status = subprocess.run(command, **streams, cwd=folder).returncode
+            status = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, cwd=folder
+            ).returncode
         said = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()] if out.exists() else []
         if status or len(said) != 1 + len(job.batches) * job.runs:
             last = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-TOLD:])

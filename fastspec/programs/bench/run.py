@@ -200,8 +200,9 @@ def run_bench(
                 ask(method, longest, min(max_new_tokens, WARM_UP_TOKENS))
             for number, part in enumerate(parts[size], 1):
                 say(f"{number}/{len(parts[size])}: {part[0].category}")
-                timed: dict[str, Any] = {"untimed": untimed, "warmup": warmup, "runs": runs}
-                for method, answer, base in on_part(part, chosen[size], max_new_tokens, **timed):
+                for method, answer, base in on_part(
+                    part, chosen[size], max_new_tokens, untimed=untimed, warmup=warmup, runs=runs
+                ):
                     if method is chosen[size][0]:
                         answered.append((size, part, base))
                     row = row_of(part, answer, base, tokenizer, floor_ms)

@@ -32,11 +32,18 @@ def demo(
     """Answer a few prompts with transformers' generate, without and with EAGLE-3, and compare speed and output."""
     name = options.model_name(model, model_option, SMOLLM2)
     console = Console(highlight=False, quiet=as_json)
-    asked: dict[str, Any] = {"prompts": prompt, "model": name, "head": head, "max_new_tokens": max_new_tokens}
     with options.stdout_kept(as_json):
         with console.status("Importing torch and transformers"):
             from fastspec.programs.demo import print_table, run_demo
-        result = run_demo(**asked, device=device, backend=backend, console=None if as_json else console)
+        result = run_demo(
+            prompts=prompt,
+            model=name,
+            head=head,
+            max_new_tokens=max_new_tokens,
+            device=device,
+            backend=backend,
+            console=None if as_json else console,
+        )
     if as_json:
         print(json.dumps(result.as_json()))
     else:
@@ -82,8 +89,16 @@ def chat(
             resources[of] = source
         drafts = next((each for each in ("eagle3", "eagle2") if each in resources), "nasd")  # without a head
         names = tuple(dict.fromkeys((assistant or drafts).split(",")))
-        how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "seed": seed, "debug": debug}
-        settings = Settings(name, tuple(resources.items()), names, device, backend, **how)
+        settings = Settings(
+            name,
+            tuple(resources.items()),
+            names,
+            device,
+            backend,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            debug=debug,
+        )
         changes = {} if gamma is None else dict.fromkeys(COMMAND_FIELDS["gamma"], gamma)
         settings = settings.with_fields(changes).replace(**settings.at_temperature(temperature))
     else:

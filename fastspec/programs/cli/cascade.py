@@ -129,9 +129,18 @@ def train(
     _check_writable(out, answers, report)
     models, tokenizer = models_of(named, large, drafts, on, dtype, backend)
     try:
-        settings: dict[str, Any] = {"batch": batch, "new_tokens": max_new_tokens, "seed": seed, "share": share}
         with counting(f"items answered by {len(models.stages)} stages", console) as tell:
-            cascade_answers.answer(models, tokenizer, items, answers, **settings, tell=tell)
+            cascade_answers.answer(
+                models,
+                tokenizer,
+                items,
+                answers,
+                batch=batch,
+                new_tokens=max_new_tokens,
+                seed=seed,
+                share=share,
+                tell=tell,
+            )
         ways = cascade_answers.judge(answers, items, right=right, score=score)
         some = [cascade_answers.encode(tokenizer, item) for item in items[:: -(-len(items) // RATED)]]
         rates = measure_rates(models.stages, some, min(max(max_new_tokens, 2), LONG))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated
 
 from rich.console import Console
 from typer import Option
@@ -41,8 +41,16 @@ def warmup(
     """Compile the kernels that a model's calls need, for images and servers: later processes find them on disk. See
     docs/guide/devices.md."""
     name = options.model_name(model, model_option)
-    how: dict[str, Any] = {"dtype": dtype, "draft_model": draft_model, "stored": stored, "head_bits": head_bits}
-    target, _ = options.patched_model(name, device, backend, heads=fitting_heads(head, name), **how)
+    target, _ = options.patched_model(
+        name,
+        device,
+        backend,
+        heads=fitting_heads(head, name),
+        dtype=dtype,
+        draft_model=draft_model,
+        stored=stored,
+        head_bits=head_bits,
+    )
     with counting("calls") as told:
         seconds = fastspec.warmup(target, rows=rows or (1,), length=length, told=told)
     report = fastspec.report(target)

@@ -214,8 +214,7 @@ def generate(
     console, share = Console(stderr=True, highlight=False), share_of_process()
     rank, processes = share if tensor_parallel else (0, 1)
     share = (0, 1) if tensor_parallel else share
-    given = source, cascade, stage, head, predictor, price, backend, stage_tensor_parallel
-    own, config = cascade_of(*given)
+    own, config = cascade_of(source, cascade, stage, head, predictor, price, backend, stage_tensor_parallel)
     settings = settings_of(source, max_new_tokens, temperature, top_p, seed, not raw, config)
     if tensor_parallel and processes == 1:
         raise Unsupported("--tensor-parallel is for several processes: start the command under torchrun")
@@ -223,16 +222,27 @@ def generate(
     if rank == 0:
         read_left(prompts, out, settings)  # what is wrong with the files is told before a model is loaded
     chosen, config = chosen_beside(config, source, fitting_heads(own, source), assistant)
-    as_read: dict[str, Any] = {"stored": stored, "head_bits": head_bits, "processes": processes}
-    target, tokenizer = model_of(source, chosen, device, backend, cascade=config, **as_read)
+    target, tokenizer = model_of(
+        source, chosen, device, backend, cascade=config, stored=stored, head_bits=head_bits, processes=processes
+    )
     decodes = chosen.assistant if config is None else config.name
     if rank > 0:
         follow_file(target, decodes, rows, max_length)
         return
     silent = share[0] > 0 or not console.is_terminal
-    how: dict[str, Any] = {"assistant": decodes, "rows": rows, "max_length": max_length, "share": share}
     with counting("answers", Console(stderr=True, quiet=True) if silent else console) as tell:
-        done = answer_file(target, tokenizer, prompts, out, settings, **how, tell=tell)
+        done = answer_file(
+            target,
+            tokenizer,
+            prompts,
+            out,
+            settings,
+            assistant=decodes,
+            rows=rows,
+            max_length=max_length,
+            share=share,
+            tell=tell,
+        )
     counts = f"{done.written} answers written to {out}, {done.before} were there, {done.failed} prompts failed"
     console.print(counts, markup=False)
     if done.failed:
@@ -256,8 +266,14 @@ def opened(
 
     target, tokenizer = model_of(model, chosen, cascade=cascade, **loading)
     assistant: AssistantName = chosen.assistant if cascade is None else "cascade"
-    held: dict[str, Any] = {"max_length": max_length, "prefix_caching": prefix_caching}
-    batch = continuous(target, assistant, rows, prefill_chunk=prefill_chunk or "auto", **held)
+    batch = continuous(
+        target,
+        assistant,
+        rows,
+        prefill_chunk=prefill_chunk or "auto",
+        max_length=max_length,
+        prefix_caching=prefix_caching,
+    )
     if warmup and batch.alive:
         with counting("calls") as told:
             seconds = batch.warmup(warmup_length, told)
@@ -320,21 +336,42 @@ def serve(
         from fastspec.programs.serving.requests import Limits
     except ImportError as error:
         raise Unsupported(f"{error.name} is missing: {install_command('serve')}") from error
-    given = source, cascade, stage, head, predictor, price, backend, stage_tensor_parallel
-    own, config = cascade_of(*given)
+    own, config = cascade_of(source, cascade, stage, head, predictor, price, backend, stage_tensor_parallel)
     rank, processes = share_of_process()
     refuse_cut(device, config, processes)
     chosen, config = chosen_beside(config, source, fitting_heads(own, source), assistant)
-    batch_of = rows, max_length, prefill_chunk, warmup, warmup_length, prefix_caching, config
-    loading: dict[str, Any] = {"device": device, "backend": backend, "stored": stored, "head_bits": head_bits}
-    build = partial(opened, source, chosen, *batch_of, **loading, processes=processes)
+    build = partial(
+        opened,
+        source,
+        chosen,
+        rows,
+        max_length,
+        prefill_chunk,
+        warmup,
+        warmup_length,
+        prefix_caching,
+        config,
+        device=device,
+        backend=backend,
+        stored=stored,
+        head_bits=head_bits,
+        processes=processes,
+    )
     if rank > 0:
         follow(build()[0])
         return
     listener = bound(host, port)  # before a model is loaded in vain
     with listener, Remote(build) as batch:
         limits = Limits(max_new_tokens, queue, max_body)
-        shown: dict[str, Any] = {"origins": cors or (), "head": chosen.head, "page": page}
-        app = build_app(batch, batch.tokenizer, name or source, limits=limits, api_key=api_key, **shown)
+        app = build_app(
+            batch,
+            batch.tokenizer,
+            name or source,
+            limits=limits,
+            api_key=api_key,
+            origins=cors or (),
+            head=chosen.head,
+            page=page,
+        )
         with left_alone_by_the_collector():
             run_server(app, listener, log_level=log_level, grace=grace)

@@ -300,6 +300,7 @@ def run_server(app: RequestMiddleware, listener: socket.socket, *, log_level: st
     listener.listen()  # who reads the next line may connect at once
     log.info("serving on http://%s:%d, Ctrl-C ends it", f"[{host}]" if ":" in host else host, port)
     # httptools has no bound of its own, and keeps a header that never ends
-    http: dict[str, Any] = {"http": "h11", "h11_max_incomplete_event_size": HEADER}
-    config = uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=grace, **http)
+    config = uvicorn.Config(
+        app, log_level=log_level, timeout_graceful_shutdown=grace, http="h11", h11_max_incomplete_event_size=HEADER
+    )
     uvicorn.Server(config).run([listener])

@@ -67,8 +67,9 @@ class RequestMiddleware:
         self.app, self.paths, self.body, self.key = app, paths, body, key
         self.outer: App = self._let_in
         if origins:
-            allowed = {"allow_origins": list(origins), "allow_methods": ["*"], "allow_headers": ["*"]}
-            self.outer = CORSMiddleware(self._let_in, **allowed)
+            self.outer = CORSMiddleware(
+                self._let_in, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"]
+            )
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Let a request in, or answer it with an error; to pages of `origins` browsers hand the answer on."""

@@ -368,10 +368,11 @@ class Server:
 
     def templated(self, asked: AnswerRequest, answers: bool = True) -> ReadPrompt:
         """The prompt that the model's template makes of a conversation, up to where an answer begins."""
-        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": answers, "tools": asked.tools}
         messages = asked.messages if self.takes_notes else folded(asked.messages)
         try:
-            text = self.tokenizer.apply_chat_template(messages, **options, **asked.variables)
+            text = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=answers, tools=asked.tools, **asked.variables
+            )
         except Exception as error:  # of any kind: a template raises what it likes
             raise Refused(f"the model's chat template: {type(error).__name__}: {error}") from error
         return ReadPrompt(text, self.ids(text, special=False))

@@ -106,8 +106,9 @@ def answer(
                 cascade = AdaptiveCascade(models, plain, on_answer=heard.append, assistant="autoregressive")
                 ids, mask = left_padded([encoded[item.name] for item in chosen], 0, models.large.device)
                 stops = {"stop_strings": list(until), "tokenizer": tokenizer} if until else {}
-                options = {"assistant": cascade, "max_new_tokens": limit, "do_sample": False, **stops}
-                models.large.generate(ids, attention_mask=mask, **options)
+                models.large.generate(
+                    ids, attention_mask=mask, assistant=cascade, max_new_tokens=limit, do_sample=False, **stops
+                )
                 for each in heard:
                     item, stage = chosen[each.row], models.stages[each.visit.stage]
                     if (item.name, stage.label) not in writer.done:

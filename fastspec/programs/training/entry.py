@@ -135,8 +135,9 @@ def prepare(config: TrainConfig, target: Any, tokenizer: Any, clock: TimeLimit, 
         keep, count = np.zeros(len(texts), dtype=bool), max(1, min(config.heldout_texts, len(texts) // 100))
         keep[np.random.default_rng(config.seed).permutation(len(texts))[:count]] = True
         heldout, texts = texts.select(keep), texts.select(~keep)
-    given: dict[str, Any] = {"target": target, "tokenizer": tokenizer, "ends": ends, "rows": rows}
-    return Enlarger(**given, config=config, clock=clock, report=report).run(texts), heldout
+    return Enlarger(
+        target=target, tokenizer=tokenizer, ends=ends, rows=rows, config=config, clock=clock, report=report
+    ).run(texts), heldout
 
 
 def _record(config: TrainConfig, folder: Path) -> None:

@@ -67,8 +67,7 @@ def answer_prompts(
             stack.enter_context(answering(target, config.max_length))
             sampled = np.random.default_rng((config.seed, start)).random(len(chosen)) < share
             encoded = encode_prompts(tokenizer, chosen)
-            told = {"tell": lambda count: tell(start + count, len(rows))}
-            return answer(target, encoded, sampled, config, ends, **told), {}
+            return answer(target, encoded, sampled, config, ends, tell=lambda count: tell(start + count, len(rows))), {}
 
         for number, start in enumerate(range(0, len(rows), config.shard_texts)):
             chosen = rows[start : start + config.shard_texts]

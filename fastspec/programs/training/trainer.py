@@ -102,8 +102,9 @@ class Trainer:
         first = batches(self.texts, self._plan(0)[:START_BATCHES], config.length_multiple) if fresh else None
         self.head = began or started(config, target, vocabulary, first)
         self.reader = TargetReader(target, self.head.config.taps, vocabulary)
-        options: dict[str, Any] = {"loss": config.loss, "compile": config.compile}
-        self.module = TrainingTimeTest(self.head, config.ttt_steps, config.decay, **options)
+        self.module = TrainingTimeTest(
+            self.head, config.ttt_steps, config.decay, loss=config.loss, compile=config.compile
+        )
         if config.keeps_features:
             self.features = self._kept()
         self.vocabulary = vocabulary
@@ -290,9 +291,16 @@ class Trainer:
         if not self.accelerator.is_main_process:
             return
         p, scaler, part = self.progress, self.accelerator.scaler, self.folder / (STATE + ".part")
-        counts = {"steps": p.step, "processes": self.accelerator.num_processes, "texts": len(self.texts)}
         row = next((r["validation"] for r in reversed(p.history) if "validation" in r), None)
-        card = model_card(self.config, self.head.config, coverage=self.coverage, validation=row, **counts)
+        card = model_card(
+            self.config,
+            self.head.config,
+            coverage=self.coverage,
+            validation=row,
+            steps=p.step,
+            processes=self.accelerator.num_processes,
+            texts=len(self.texts),
+        )
         save_head(self.head, self.folder, card)
         state = {
             "head": self.head.state_dict(),
