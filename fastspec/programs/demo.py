@@ -187,5 +187,7 @@ def print_table(result: Result, console: Console) -> None:
     if result.dtype != "float32" and not all(row["identical"] for row in rows):
         console.print(f"In {result.dtype} {ROUNDING}.")
     if result.load is not None and result.load >= BUSY:
-        busy = f"This machine was busy when the demo began (load average {result.load:.1f} per processor)."
-        console.print(f"{busy} Run it again on an idle one before you compare these times and ratios.")
+        console.print(
+            f"This machine was busy when the demo began (load average {result.load:.1f} per processor). Run it again "
+            "on an idle one before you compare these times and ratios."
+        )

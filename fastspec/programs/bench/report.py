@@ -117,8 +117,11 @@ def print_report(rows: Sequence[Row], console: Console) -> None:
     for group in by_size(rows):
         summary, where = summarise(group), group[0]
         batch = where.get("batch_size", where["batch"])
-        device = f"{where['device']}, {where['dtype']}, threads: {where['threads']}, batch: {batch}"
-        console.print(f"\n{where['model']}, {device}", style="bold", markup=False)
+        console.print(
+            f"\n{where['model']}, {where['device']}, {where['dtype']}, threads: {where['threads']}, batch: {batch}",
+            style="bold",
+            markup=False,
+        )
         whole = [row for row in summary if row["category"] == OVERALL]
         for each in (speed_table(whole), round_table(whole), *category_tables(summary)):
             console.print(each, "")

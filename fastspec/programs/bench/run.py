@@ -192,8 +192,10 @@ def run_bench(
         where = {"model": model, "max_new_tokens": max_new_tokens} | environment(target) | columns
         untimed = UNTIMED if target.device.type == "cuda" else 0
         for size in sizes:
-            told = f"{model} on {where['device']}, {where['dtype']}, threads: {where['threads']}"
-            say(f"{told}: {len(parts[size])} x {size} prompts, greedy")
+            say(
+                f"{model} on {where['device']}, {where['dtype']}, threads: {where['threads']}: {len(parts[size])} x "
+                f"{size} prompts, greedy"
+            )
             longest = max(parts[size], key=lambda part: max(len(prompt.ids) for prompt in part))
             for method in chosen[size]:
                 say(f"warm-up: {method.name}")

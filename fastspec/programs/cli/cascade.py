@@ -320,8 +320,9 @@ def _print_frontier(console: Console, rows: list[dict[str, Any]]) -> None:
         _print_table(console, [], titles, [[price, *of] for price, of in zip(prices, figures, strict=True)])
         for row in mine:
             if row["kind"] == "stage":
-                quality = f"{row['quality']:.3f} +- {row['stderr']:.3f}"
-                console.print(f"{row['stage']} alone: {row['cost']:.1f} ms, quality {quality}")
+                console.print(
+                    f"{row['stage']} alone: {row['cost']:.1f} ms, quality {row['quality']:.3f} +- {row['stderr']:.3f}"
+                )
             if row["kind"] == "gain":
                 mean = "none, the last stage is no dearer" if row["mean_gain"] is None else f"{row['mean_gain']:+.4f}"
                 console.print(f"mean gain over mixing at random: {mean}; {row['items']} items, +- is a standard error")

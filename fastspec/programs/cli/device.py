@@ -56,8 +56,9 @@ def warmup(
     report = fastspec.report(target)
     places = {"triton": "its kernels are in Triton's cache", "cpp": f"its kernels are in {cache_folder()}"}
     kept = places.get(report.backend, f"backend {report.backend!r} has no kernels to compile")
-    told_of = f"warmed up in {seconds:.1f} s on {report.device}: {kept}"
-    Console(highlight=False).print(told_of, markup=False, soft_wrap=True)
+    Console(highlight=False).print(
+        f"warmed up in {seconds:.1f} s on {report.device}: {kept}", markup=False, soft_wrap=True
+    )
 
 
 def tune(

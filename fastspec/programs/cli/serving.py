@@ -243,8 +243,9 @@ def generate(
             share=share,
             tell=tell,
         )
-    counts = f"{done.written} answers written to {out}, {done.before} were there, {done.failed} prompts failed"
-    console.print(counts, markup=False)
+    console.print(
+        f"{done.written} answers written to {out}, {done.before} were there, {done.failed} prompts failed", markup=False
+    )
     if done.failed:
         raise typer.Exit(1)
 

@@ -123,6 +123,8 @@ def told_of(visits: Sequence[Visit], loads: StageLoads) -> str:
         quality = f", P(acceptable) {visit.quality[0]:.2f}" if visit.quality else ""
         cost = "" if visit.cost is None else f", cost {visit.cost:.1f} ms"
         running, waiting = loads[visit.name]
-        load = f" (now {running} in its rows, {waiting} waiting)"
-        parts.append(f"; {visit.name}: {visit.outcome.replace('_', ' ')}{quality}{cost}{load}")
+        parts.append(
+            f"; {visit.name}: {visit.outcome.replace('_', ' ')}{quality}{cost} (now {running} in its rows, {waiting} "
+            "waiting)"
+        )
     return "".join(parts)
