@@ -27,7 +27,7 @@ from fastspec.programs.texts import encode
 
 BEAMS = "beam search"
 WARM_TOKENS = 4
-STORED = ("model", "storage_per", "own_storage")
+STORED = ("storage_per", "own_storage")
 STORED_FIELDS = ("nasd.n", "nasd.storage")
 """Settings, and fields of `fastspec.Nasd`, with which a kept storage goes when one of them changes."""
 
@@ -119,7 +119,7 @@ class Chat:
         processors: dict[str, Any] | None = None,
         storages: dict[str, Callable[[], fastspec.Storage]] | None = None,
     ) -> None:
-        self.model, self.tokenizer, self._settings, self.own = model, tokenizer, settings, own or {}
+        self.model, self.tokenizer, self.settings, self.own = model, tokenizer, settings, own or {}
         self.processors, self.storages = processors or {}, storages or {}
         for name in STORAGES:
             if name in self.storages:
@@ -143,19 +143,6 @@ class Chat:
             chat.check(name)
         return chat
 
-    @property
-    def settings(self) -> Settings:
-        """Settings of the chat. A storage that is kept goes with the settings that it was made by."""
-        return self._settings
-
-    @settings.setter
-    def settings(self, settings: Settings) -> None:
-        before = self._settings
-        changed = any(getattr(settings, name) != getattr(before, name) for name in STORED)
-        if changed or any(settings.field(name) != before.field(name) for name in STORED_FIELDS):
-            self._storage = None
-        self._settings = settings
-
     def change(self, fields: dict[str, Any], **others: Any) -> None:
         """Change fields of the assistants' configs, and settings. Raises Unsupported, and changes nothing, where one of
         the assistants cannot answer with them, or is not known."""
@@ -163,6 +150,9 @@ class Chat:
         self.check_own(settings)
         for name in settings.assistants:
             self.check(name, settings)
+        changed = any(getattr(settings, name) != getattr(self.settings, name) for name in STORED)
+        if changed or any(settings.field(name) != self.settings.field(name) for name in STORED_FIELDS):
+            self._storage = None
         self.settings = settings
 
     def reopen(self, settings: Settings) -> dict[str, str]:
