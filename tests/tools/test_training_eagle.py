@@ -218,7 +218,12 @@ def test_start_is_the_best_linear_guess() -> None:
     where = torch.arange(ids.numel()).view_as(ids)[:, 3:-1].flatten()
     head = made_head(model, 0)
     start_from_features(
-        head, model, [TextBatch(ids[:13], where[: 12 * 13]), TextBatch(ids[13:], where[12 * 13 :] - 13 * 16)]
+        head,
+        model,
+        [
+            TextBatch(ids[:13], where[: 12 * 13], np.arange(13)),
+            TextBatch(ids[13:], where[12 * 13 :] - 13 * 16, np.arange(13, len(ids))),
+        ],
     )
     with torch.no_grad():
         features = model.model(ids).last_hidden_state

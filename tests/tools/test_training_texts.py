@@ -33,7 +33,13 @@ ROWS = [{"prompt": "w40 w41"}, {"turns": ["w50", "w60"]}]
 def enlarged(folder: Path, texts: Texts, **changes: object) -> Texts:
     config = settings(folder, prompts="none", shard_texts=16, **changes)
     return Enlarger(
-        target=small_target(), tokenizer=small_tokenizer(), ends=(END,), rows=ROWS, config=config, clock=TimeLimit()
+        target=small_target(),
+        tokenizer=small_tokenizer(),
+        ends=(END,),
+        rows=ROWS,
+        config=config,
+        clock=TimeLimit(),
+        report=[].append,
     ).run(texts)
 
 
@@ -112,7 +118,13 @@ def test_a_target_is_patched_once_for_all_shards_and_unpatched_behind_them(
     assert len(calls) == 3 and len(set(calls)) == 1
     patches.clear()
     more = Enlarger(
-        target=model, tokenizer=small_tokenizer(), ends=(END,), rows=rows, config=config, clock=TimeLimit()
+        target=model,
+        tokenizer=small_tokenizer(),
+        ends=(END,),
+        rows=rows,
+        config=config,
+        clock=TimeLimit(),
+        report=[].append,
     ).run(found)
     assert len(calls) == 6 and len(set(calls[3:])) == 1
     assert (

@@ -114,8 +114,6 @@ def join_answers(tokenizer: Any, prompts: Sequence[Row], path: str | Path) -> Te
 def draft_vocabulary(texts: Texts, size: int, vocab_size: int) -> tuple[Tensor, float]:
     """The `size` most frequent tokens of the answers, ascending [size] int64, filled up from the lowest ids, and the
     share of answer tokens they cover."""
-    if not 0 < size <= vocab_size:
-        raise ValueError(f"draft vocabulary of {size}; expected 1 to {vocab_size}, the target's vocabulary")
     counts = np.bincount(texts.tokens[texts.answer], minlength=vocab_size)
     chosen = torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int64))
     return chosen, coverage_of(texts, chosen)
@@ -135,7 +133,7 @@ class TextBatch:
 
     ids: Tensor
     where: Tensor
-    texts: np.ndarray | None = None
+    texts: np.ndarray
     first: int = 0
 
     def to(self, device: torch.device) -> TextBatch:

@@ -164,7 +164,7 @@ class Enlarger:
     rows: Sequence[Row]
     config: TrainConfig
     clock: TimeLimit
-    report: Callable[[dict[str, Any]], None] | None = None
+    report: Callable[[dict[str, Any]], None]
     patches: ExitStack = field(default_factory=ExitStack, init=False)
 
     def run(self, texts: Texts) -> Texts:
@@ -198,9 +198,8 @@ class Enlarger:
             spent += shards.seconds[-1]
             tokens += int(more["made"])
             made.append((part, more["origin"]))
-        if self.report is not None:
-            counts = {"of": len(order), "texts": sum(len(part) for part, _ in made), "new_tokens": tokens}
-            self.report({"added": kind, **counts, "seconds": round(sum(shards.seconds), 1)})
+        counts = {"of": len(order), "texts": sum(len(part) for part, _ in made), "new_tokens": tokens}
+        self.report({"added": kind, **counts, "seconds": round(sum(shards.seconds), 1)})
         return made, spent
 
     def _shard(

@@ -80,8 +80,6 @@ class TargetReader:
     def said(self, ids: Tensor, where: Tensor) -> tuple[Tensor, Tensor, TeacherLogits]:
         """One pass of the target over ids [B, T]: features [B, T, F], and at `where` the states that the LM head reads
         [M, H] with their reduced logits."""
-        if not len(where):
-            raise ValueError("the batch holds no answer token; leave conversations without an answer out")
         out = self.base(input_ids=ids, output_hidden_states=bool(self.taps), use_cache=False)
         features = torch.cat([out.hidden_states[tap] for tap in self.taps], -1) if self.taps else out.last_hidden_state
         states = out.last_hidden_state.flatten(0, 1)[where]
@@ -196,8 +194,6 @@ class KeptFeatures:
 
     def read(self, batch: TextBatch) -> Teacher:
         """The teacher of a batch on the target's device, as `TargetReader.read` gives it."""
-        if batch.texts is None:
-            raise ValueError("the batch does not say which texts it holds")
         places = self.place[batch.texts]
         if self.read_before[batch.texts].all() and (places == places[0]).all():
             features, states, whole, best = self._recalled(batch.texts, batch.ids.shape[1])
