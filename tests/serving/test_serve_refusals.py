@@ -18,7 +18,7 @@ import fastspec
 from fastspec.programs.serving import app
 from fastspec.programs.serving import server as serving
 from fastspec.programs.serving.requests import parse
-from fastspec.programs.serving.server import FinishReason
+from fastspec.programs.serving.server import finish_reason
 
 pytestmark = MARKS
 
@@ -377,11 +377,10 @@ def test_a_stop_string_at_the_end_of_the_room_ends_an_answer() -> None:
         def decode(self, tokens: list[int]) -> str:
             return " ".join(map(str, tokens))
 
-    config, models = GenerationConfig(max_new_tokens=3), GenerationConfig(eos_token_id=[7, 8])
-    ending = FinishReason(config, models, Words(), ("3 4",))
+    asked = GenerationConfig(max_new_tokens=3), frozenset((7, 8)), Words()
     ends = {(1, 2, 5): "length", (2, 3, 4): "stop", (1, 2, 8): "stop", (1, 2): "stop"}
-    assert all(ending.of([*tokens]) == wanted for tokens, wanted in ends.items())
-    assert FinishReason(config, models, Words(), ()).of([2, 3, 4]) == "length"
+    assert all(finish_reason(*asked, ("3 4",), [*tokens]) == wanted for tokens, wanted in ends.items())
+    assert finish_reason(*asked, (), [2, 3, 4]) == "length"
 
 
 def test_times_count_from_when_a_request_arrived(server: Served, monkeypatch) -> None:

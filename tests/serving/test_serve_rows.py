@@ -42,9 +42,8 @@ def row_of(rounds: bool = False) -> tuple[Row, Letters, Future[Any]]:
     asked: Any = SimpleNamespace(stream=True, logprobs=None, count=1, arrived=0.0, request_id="r", rounds=rounds)
     metrics, sent, reader = MagicMock(), Sent(), Letters()
     answers = ServedAnswers(asked, 3, metrics, Mail(asyncio.get_running_loop()), sent=[sent])
-    reason: Any = SimpleNamespace(of=lambda tokens, cut: "length")
     names: Any = SimpleNamespace(named=lambda round: NamedRound({"tokens": round.tokens})) if rounds else None
-    row = Row(answers, 0, 3, reason, reader, [], names)  # type: ignore[arg-type]
+    row = Row(answers, 0, 3, lambda tokens, cut: "length", reader, [], names)  # type: ignore[arg-type]
     sent.answer.add_done_callback(row.over)
     return row, reader, sent.answer
 

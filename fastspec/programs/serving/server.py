@@ -37,22 +37,17 @@ Posted = list[Event] | Callable[[], list[Event]] | BaseException
 log = logging.getLogger("fastspec.serve")
 
 
-class FinishReason:
-    """Why an answer ended, of the configuration that it was asked with."""
-
-    def __init__(self, config: Any, models: Any, tokenizer: Any, stop: tuple[str, ...]) -> None:
-        self.limit, self.tokenizer, self.stop = config.max_new_tokens, tokenizer, stop
-        self.ends = end_tokens(config, models)
-
-    def of(self, tokens: list[int], cut: bool | None = None) -> Literal["stop", "length"]:
-        """ "length" where there is room for no more, and it ended neither itself nor by a stop string; `cut` says the
-        first of an answer whose tokens another model counted."""
-        if cut is None:
-            cut = len(tokens) >= self.limit and not (tokens and tokens[-1] in self.ends)
-        if not cut:
-            return "stop"
-        text = self.tokenizer.decode(tokens) if self.stop else ""
-        return "stop" if any(string in text for string in self.stop) else "length"
+def finish_reason(
+    config: Any, ends: frozenset[int], tokenizer: Any, stop: tuple[str, ...], tokens: list[int], cut: bool | None = None
+) -> Literal["stop", "length"]:
+    """Reason for the end of an answer: "length" where there is room for no more, and it ended neither itself nor by a
+    stop string; `cut` says the first of an answer whose tokens another model counted."""
+    if cut is None:
+        cut = len(tokens) >= config.max_new_tokens and not (tokens and tokens[-1] in ends)
+    if not cut:
+        return "stop"
+    text = tokenizer.decode(tokens) if stop else ""
+    return "stop" if any(string in text for string in stop) else "length"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +65,7 @@ class Row:
     answers: ServedAnswers
     index: int
     prompt_tokens: int
-    reason: FinishReason
+    reason: Callable[[list[int], bool | None], Literal["stop", "length"]]
     reader: AnswerReader
     echo: list[Event]
     rounds: RoundNames | None = None
@@ -168,7 +163,7 @@ class Row:
             log.error("%s failed", name, exc_info=error)
 
     def _reason(self) -> Literal["stop", "length"]:
-        return self.reason.of(self.tokens, self.visits[-1].cut if self.visits else None)
+        return self.reason(self.tokens, self.visits[-1].cut if self.visits else None)
 
     def end(self) -> None:
         """Post what is left, and the end, which waits for no pace: the client may ask again, in a row that is idle."""
@@ -315,7 +310,8 @@ class Server:
     ) -> None:
         """Ask the batch for one answer; where it has no token it is there at once."""
         asked, reader = answers.asked, self._reader(answers.asked, prompt)
-        reason = FinishReason(config, self.batch.model.generation_config, self.tokenizer, asked.stop)
+        ends = end_tokens(config, self.batch.model.generation_config)
+        reason = partial(finish_reason, config, ends, self.tokenizer, asked.stop)
         echo = reader.echo(prompt.text, prompt.ids, scored) if asked.echo else []
         rounds = RoundNames(self.tokenizer, self.names) if asked.rounds else None
         row = Row(answers, index, len(prompt.ids), reason, reader, echo, rounds)
