@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastspec.generation.heads.module import EagleHead, HeadConfig
-from fastspec.programs.training.unrolled import UnrolledAttention
+from fastspec.programs.training.ttt import UnrolledAttention
 
 
 def small_head(**changes: object) -> EagleHead:

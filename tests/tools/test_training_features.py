@@ -33,8 +33,7 @@ from fastspec.programs.training import ttt
 from fastspec.programs.training.data import TextBatch, Texts, batches, plan_batches
 from fastspec.programs.training.target import DEVICE, GIB, HOST, NOWHERE, KeptFeatures, TargetReader
 from fastspec.programs.training.trainer import Trainer
-from fastspec.programs.training.ttt import Teacher, TrainingTimeTest
-from fastspec.programs.training.unrolled import UnrolledAttention
+from fastspec.programs.training.ttt import Teacher, TrainingTimeTest, UnrolledAttention
 
 Material = tuple[LlamaForCausalLM, Texts, Texts]
 ALL = 1.0

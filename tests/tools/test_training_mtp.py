@@ -19,7 +19,7 @@ from fastspec.generation.drafters.head_drafter import EagleDrafter
 from fastspec.patches.assistants.mtp import load_mtp, new_mtp, saved_mtp
 from fastspec.patches.backends import TORCH
 from fastspec.programs.training.trainer import Trainer
-from fastspec.programs.training.unrolled import UnrolledAttention
+from fastspec.programs.training.ttt import UnrolledAttention
 
 
 def mtp(folder: Path, **changes: object) -> Any:
