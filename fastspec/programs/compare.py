@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import statistics
 import subprocess
 import time
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.benchmark import Timer
 
 import fastspec
 from fastspec.devices import device_name
@@ -143,16 +143,14 @@ def floor(model: Any) -> tuple[float, dict[str, Any]]:
     return 1e3 * weights / speed, {"weight_bytes": weights, "read_gb_per_s": round(speed / 1e9, 1)}
 
 
-def read_bandwidth(device: Any, mib: int = 512, times: int = 7) -> float:
+def read_bandwidth(device: Any) -> float:
     """Bytes per second, the median of several: a sum on the CPU, a copy on CUDA, which reads and writes each byte."""
-    data = torch.ones(mib * 2**18, device=device)
-    target = torch.empty_like(data) if data.is_cuda else None
-    spent = []
-    for _ in range(times + 1):
-        with Stopwatch(data.device) as watch:
-            data.sum() if target is None else target.copy_(data)
-        spent.append(watch.seconds)
-    return data.numel() * 4 * (2 if data.is_cuda else 1) / statistics.median(spent[1:])
+    data = torch.ones(2**27, device=device)
+    held = {"data": data, "target": torch.empty_like(data)}
+    timer = Timer(
+        "target.copy_(data)" if data.is_cuda else "data.sum()", globals=held, num_threads=torch.get_num_threads()
+    )
+    return data.nbytes * (2 if data.is_cuda else 1) / timer.blocked_autorange(min_run_time=0.5).median
 
 
 def versions() -> dict[str, Any]:
