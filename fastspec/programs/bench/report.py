@@ -24,15 +24,10 @@ from fastspec.programs.terminal import table
 OVERALL = "overall"
 SIDE_BY_SIDE = 3
 """Methods beside transformers in a table of categories."""
-FIGURES: tuple[str, ...] = (
-    "tokens_per_second",
-    "ratio",
-    "acceptance_length",
-    "acceptance_rate",
-    "prefill_ms",
-    "ms_per_round",
+FIGURES = (
+    *("tokens_per_second", "ratio", "acceptance_length", "acceptance_rate", "prefill_ms", "ms_per_round"),
+    *("floor_share", "peak_mib"),
 )
-FIGURES += ("floor_share", "peak_mib")
 
 
 def quantiles(values: Sequence[float]) -> list[float]:

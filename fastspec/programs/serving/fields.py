@@ -246,12 +246,16 @@ NEUTRAL: dict[str, Any] = {
     "use_cache": True,
 }
 """Settings that are not heeded -> the value that changes nothing, besides null, false and 0."""
-HARMLESS = {"transformers_version", "early_stopping", "length_penalty", "low_memory", "disable_compile"}
-HARMLESS |= {"output_scores", "output_logits", "output_attentions", "output_hidden_states", "return_dict_in_generate"}
-HARMLESS |= {"num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"}
+HARMLESS = {
+    *("transformers_version", "early_stopping", "length_penalty", "low_memory", "disable_compile"),
+    *("output_scores", "output_logits", "output_attentions", "output_hidden_states", "return_dict_in_generate"),
+    *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+}
 """Settings that change no token of an answer, of beams and of what `generate` returns."""
 KNOWN = frozenset(name for name in GenerationConfig().to_dict() if name[0] != "_")
 """Settings of transformers' GenerationConfig."""
-OF_TOKENS: tuple[str, ...] = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias")
-OF_TOKENS += ("forced_bos_token_id", "forced_eos_token_id")
+OF_TOKENS = (
+    *("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias"),
+    *("forced_bos_token_id", "forced_eos_token_id"),
+)
 """Settings that name tokens whose scores are changed, which must be there."""

@@ -107,8 +107,10 @@ class AnswerRequest:
         return self.n * max(1, len(self.prompts))
 
 
-SAMPLING = {"seed", "top_k", "min_p", "repetition_penalty", "generation_config", "assistant", "structured_outputs"}
-SAMPLING |= {"price"}
+SAMPLING = {
+    *("seed", "top_k", "min_p", "repetition_penalty", "generation_config", "assistant", "structured_outputs"),
+    "price",
+}
 """Fields of all routes that OpenAI's interface does not have, or not everywhere."""
 
 

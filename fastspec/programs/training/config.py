@@ -11,8 +11,10 @@ from fastspec.removed import BLOCK_HEADS, BLOCK_KINDS, BLOCK_LOSSES, BLOCK_SETTI
 ENLARGEMENTS = ("continue_cut", "second_answers", "follow_ups")
 """The fields that add texts, in the order in which they are made."""
 AT_LEAST_1 = ("batch_tokens", "length_multiple", "max_length", "ttt_steps", "new_tokens", "shard_texts")
-AT_LEAST_0: tuple[str, ...] = ("epochs", "minutes", "enlarge_minutes", "stop_after", "checkpoint_minutes")
-AT_LEAST_0 += ("keep_features", "keep_features_host")
+AT_LEAST_0 = (
+    *("epochs", "minutes", "enlarge_minutes", "stop_after", "checkpoint_minutes"),
+    *("keep_features", "keep_features_host"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,8 +30,10 @@ from fastspec.programs.training.trainer import Trainer
 Report = Callable[[dict[str, Any]], None]
 Tick = Callable[[float], None]
 RECORD = "data.json"
-TEXT_SETTINGS: tuple[str, ...] = ("new_tokens", "max_length", "sampled_share", "temperature", "top_p", "seed")
-TEXT_SETTINGS += ("shard_texts", "heldout_texts", *ENLARGEMENTS, "enlarge_minutes")
+TEXT_SETTINGS = (
+    *("new_tokens", "max_length", "sampled_share", "temperature", "top_p", "seed"),
+    *("shard_texts", "heldout_texts", *ENLARGEMENTS, "enlarge_minutes"),
+)
 """Settings that the texts of a run depend on."""
 
 

@@ -173,8 +173,10 @@ def draft_vocabulary_of(head: EagleHead | MtpHead) -> Tensor:
     return head.to_target(torch.arange(head.config.draft_vocab_size, device=head.fc.weight.device)).cpu()
 
 
-SIZES: tuple[str, ...] = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-SIZES += ("head_dim", "vocab_size", "rms_norm_eps", "max_position_embeddings")
+SIZES = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size", "rms_norm_eps", "max_position_embeddings"),
+)
 """Fields of config.json under the names of `HeadConfig`."""
 
 

@@ -29,10 +29,12 @@ DRAFT_VOCABULARY = 10240  # of an EAGLE-3 head, unless said otherwise
 START_BATCHES = 4  # that an EAGLE-1/2 head's start is solved from
 PLAN = 2  # version of how texts become batches; a run of another version is not taken up
 AGREE_EVERY = 10  # steps; several processes wait for each other and for the device to agree on the time
-IDENTITY: tuple[str, ...] = ("batch_tokens", "length_multiple", "max_length", "seed", "kind", "draft_vocab_size")
-IDENTITY += ("hidden_size", "intermediate_size", "taps", "loss", "start_from", "share_lm_head", "norms")
-IDENTITY += ("keep_features", "keep_features_host", "ttt_steps", "decay", "learning_rate", "final_learning_rate")
-IDENTITY += ("warmup_steps", "clip", "mixed_precision")
+IDENTITY = (
+    *("batch_tokens", "length_multiple", "max_length", "seed", "kind", "draft_vocab_size"),
+    *("hidden_size", "intermediate_size", "taps", "loss", "start_from", "share_lm_head", "norms"),
+    *("keep_features", "keep_features_host", "ttt_steps", "decay", "learning_rate", "final_learning_rate"),
+    *("warmup_steps", "clip", "mixed_precision"),
+)
 """Settings that a resumed run must share with the one it takes up."""
 
 
