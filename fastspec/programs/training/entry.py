@@ -101,8 +101,6 @@ def _shared(accelerator: Accelerator, make: Callable[[], tuple[Texts, Texts]]) -
     if accelerator.is_main_process:
         with contextlib.suppress(OutOfTime):
             made = make()
-    if accelerator.num_processes == 1:
-        return made
     there = int(broadcast(torch.tensor([int(made is not None)], device=accelerator.device))[0])
     return made or (make() if there else None)
 

@@ -161,7 +161,7 @@ class Trainer:
         except Unsupported as raised:
             error = raised
         failed = torch.tensor([int(error is not None)], device=self.accelerator.device)
-        if bool((gather(failed) if world > 1 else failed).any()):
+        if bool(gather(failed).any()):
             raise error or Unsupported("keep_features: another process can keep no text; its error says why")
         return kept
 
@@ -175,8 +175,6 @@ class Trainer:
             groups += [part[group] for group in plan_batches(lengths[part], tokens, multiple, rng, self.starts[part])]
             if not first:
                 rng.shuffle(groups)  # type: ignore[arg-type]  # a list of arrays is shuffled in place
-        if self.accelerator.num_processes == 1:
-            return groups
         counts = gather(torch.tensor([len(groups)], device=self.accelerator.device))
         return groups[: int(counts.min())]
 
