@@ -83,8 +83,13 @@ class TokenStreamer(RoundStreamer):
         held = self.gathered
         held.tokens.extend(round.tokens)
         scored = None if round.logprobs is None else [*(held.logprobs or ()), *round.logprobs]
-        counts = held.accepted + round.accepted, held.drafted + round.drafted
-        self.gathered = StreamedRound(held.tokens, *counts, scored, cached=round.cached)
+        self.gathered = StreamedRound(
+            held.tokens,
+            held.accepted + round.accepted,
+            held.drafted + round.drafted,
+            scored,
+            cached=round.cached,
+        )
         if len(held.tokens) >= GATHERED:
             self.flush()
 

@@ -171,9 +171,17 @@ class Row:
         self._post(self.reader.finish())
         reason = "tool_calls" if self.called else self._reason()
         seconds = time.perf_counter() - self.asked.arrived
-        times = seconds if self.first is None else self.first, seconds
-        counts = len(self.tokens), self.accepted, self.drafted
-        self._post([End(reason, *counts, self.reader.cut.found, self.cached, *times)], urgent=True)
+        ended = End(
+            reason,
+            len(self.tokens),
+            self.accepted,
+            self.drafted,
+            stop=self.reader.cut.found,
+            cached=self.cached,
+            first=seconds if self.first is None else self.first,
+            seconds=seconds,
+        )
+        self._post([ended], urgent=True)
 
 
 @dataclass
@@ -323,8 +331,18 @@ class Server:
         self._begin()
         seed = None if asked.seed is None else (asked.seed + index % asked.n + 2**63) % 2**64 - 2**63  # of 64 bits
         drafts = not {asked.assistant, self.info["assistant"]} & {*NO_DRAFTS}
-        how = asked.logprobs, asked.rounds and drafts, drafts, asked.price, not (asked.stream or asked.rounds)
-        given = BatchPrompt(prompt.ids, config, seed, asked.frequency, asked.presence, *how)
+        given = BatchPrompt(
+            prompt.ids,
+            config,
+            seed,
+            asked.frequency,
+            asked.presence,
+            asked.logprobs,
+            trees=asked.rounds and drafts,
+            drafts=drafts,
+            price=asked.price,
+            whole=not (asked.stream or asked.rounds),
+        )
         sent = self.batch.send(given, row.put_round)
         answers.sent.append(sent)
         sent.answer.add_done_callback(row.over)
