@@ -22,7 +22,6 @@ from fastspec.patches.cascade.settings import left_padded
 from fastspec.patches.hf.changes import weights_digest
 from fastspec.programs import texts
 from fastspec.programs.compare import environment
-from fastspec.programs.texts import read_jsonl
 
 Judged = Mapping[tuple[str, str], tuple[float, str]]
 """(item, stage) -> how right its answer is in [0, 1], and how it was judged."""
@@ -354,7 +353,7 @@ def read_right(path: str | Path, answers: Sequence[Record], source: str | Path) 
             '{"item": ..., "stage": ..., "right": true or false} for each, and run this command again'
         )
     known, found = {(record.item, record.stage): record for record in answers}, dict[tuple[str, str], float]()
-    for place, row in read_jsonl(path):
+    for place, row in texts.read_jsonl(path):
         item, stage, right = row.get("item"), row.get("stage"), row.get("right")
         where = f"{path}, line {place}: item {item!r} by stage {stage!r}"
         record = known.get((item, stage)) if isinstance(item, str) and isinstance(stage, str) else None
