@@ -67,19 +67,35 @@ class Metrics:
         self.requests = counter("requests", "Requests by how they ended.", ["outcome"])
         self.tokens = counter("generated_tokens", "New tokens of all answers.")
         self.prompt_tokens = counter("prompt_tokens", "Tokens of all prompts that were taken.")
-        said = "From a request's arrival to its first token."
-        self.first_token = histogram("time_to_first_token_seconds", said, buckets=SECONDS)
+        self.first_token = histogram(
+            "time_to_first_token_seconds", "From a request's arrival to its first token.", buckets=SECONDS
+        )
         self.seconds = histogram("request_seconds", "From a request's arrival to its answer's end.", buckets=SECONDS)
-        said = "Requests by stage: answered, sent on to the next, or left out for want of room."
-        self.stage_requests = counter("stage_requests", said, ["stage", "outcome"])
-        said = "Probability that a stage's answer is acceptable, when it was decided on."
-        self.stage_quality = histogram("stage_expected_quality", said, ["stage"], buckets=CHANCES)
-        said = "From when a stage was asked to its answer, the wait for a row included."
-        self.stage_seconds = histogram("stage_seconds", said, ["stage"], buckets=SECONDS)
-        said = "Milliseconds that a stage's tokens cost by the cascade's rates."
-        self.stage_cost = counter("stage_cost_milliseconds", said, ["stage"])
-        said = "Tokens of a stage's answers: new ones, and those kept of what it was handed."
-        self.stage_tokens = counter("stage_tokens", said, ["stage", "kind"])
+        self.stage_requests = counter(
+            "stage_requests",
+            "Requests by stage: answered, sent on to the next, or left out for want of room.",
+            ["stage", "outcome"],
+        )
+        self.stage_quality = histogram(
+            "stage_expected_quality",
+            "Probability that a stage's answer is acceptable, when it was decided on.",
+            ["stage"],
+            buckets=CHANCES,
+        )
+        self.stage_seconds = histogram(
+            "stage_seconds",
+            "From when a stage was asked to its answer, the wait for a row included.",
+            ["stage"],
+            buckets=SECONDS,
+        )
+        self.stage_cost = counter(
+            "stage_cost_milliseconds", "Milliseconds that a stage's tokens cost by the cascade's rates.", ["stage"]
+        )
+        self.stage_tokens = counter(
+            "stage_tokens",
+            "Tokens of a stage's answers: new ones, and those kept of what it was handed.",
+            ["stage", "kind"],
+        )
 
     def add_visit(self, visit: Visit) -> None:
         name = visit.name
@@ -100,13 +116,16 @@ class Metrics:
         served = GaugeMetricFamily("fastspec_info", "What is served.", labels=list(self.info))
         served.add_metric(list(self.info.values()), 1)
         yield served
-        emitted = "Mean tokens that a round emits for a row, the bonus token counted."
         rate = f"New tokens a second over the last {WINDOW:g} seconds."
-        yield GaugeMetricFamily("fastspec_rows", "Rows of a round.", stats.rows)
-        yield GaugeMetricFamily("fastspec_rows_running", "Rows that hold a request.", batch.running)
-        yield GaugeMetricFamily("fastspec_queue", "Requests that wait for a row.", batch.waiting)
-        yield GaugeMetricFamily("fastspec_acceptance_length", emitted, stats.acceptance_length)
-        yield GaugeMetricFamily("fastspec_tokens_per_second", rate, self.rate.value())
+        length = "Mean tokens that a round emits for a row, the bonus token counted."
+        for name, said, value in (
+            ("rows", "Rows of a round.", stats.rows),
+            ("rows_running", "Rows that hold a request.", batch.running),
+            ("queue", "Requests that wait for a row.", batch.waiting),
+            ("acceptance_length", length, stats.acceptance_length),
+            ("tokens_per_second", rate, self.rate.value()),
+        ):
+            yield GaugeMetricFamily(f"fastspec_{name}", said, value)
         for place, (name, said) in enumerate(STAGE_GAUGES.items()):
             loads = GaugeMetricFamily(name, said, labels=["stage"])
             for stage, load in batch.loads.items():

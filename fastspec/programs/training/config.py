@@ -119,8 +119,9 @@ class TrainConfig:
             raise ValueError(f"TrainConfig.kind is {self.kind!r}: {BLOCK_HEADS}")
         if self.loss in BLOCK_LOSSES:
             raise ValueError(f"TrainConfig.loss is {self.loss!r}: {BLOCK_HEADS}")
-        kinds = 'accepted are "eagle3", "eagle" (for eagle2 too) and "mtp"'
-        self._require("kind", self.kind in ("eagle3", "eagle", "mtp"), kinds)
+        self._require(
+            "kind", self.kind in ("eagle3", "eagle", "mtp"), 'accepted are "eagle3", "eagle" (for eagle2 too) and "mtp"'
+        )
         given = [name for name in ("taps", "hidden_size", "draft_vocab_size") if getattr(self, name)]
         if self.kind == "mtp" and self.intermediate_size:
             given.append("intermediate_size")
@@ -137,12 +138,14 @@ class TrainConfig:
             self._require(name, getattr(self, name) >= 1, "it must be at least 1")
         for name in AT_LEAST_0:
             self._require(name, getattr(self, name) >= 0, "it must be 0 or more")
-        room = f"no room for a prompt in max_length {self.max_length}"
-        self._require("new_tokens", self.new_tokens < self.max_length, room)
+        self._require(
+            "new_tokens", self.new_tokens < self.max_length, f"no room for a prompt in max_length {self.max_length}"
+        )
         if self.epochs <= 0 and self.minutes <= 0:
             raise ValueError("set `epochs` or `minutes` above 0: one of them ends the run")
-        known = "no", "bf16", "fp16"
-        self._require("mixed_precision", self.mixed_precision in known, 'accepted are "no", "bf16" and "fp16"')
+        self._require(
+            "mixed_precision", self.mixed_precision in ("no", "bf16", "fp16"), 'accepted are "no", "bf16" and "fp16"'
+        )
         self._require("sampled_share", 0 <= self.sampled_share <= 1, "it must lie between 0 and 1")
 
     def _require(self, name: str, fits: bool, rule: str) -> None:
