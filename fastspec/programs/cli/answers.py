@@ -161,13 +161,24 @@ def bench(
     failures: list[str] = []
     engines = [Peer(name, peer_python or sys.executable) for name in peer or ()]
     names = [name.strip() for name in methods.split(",")] if methods else None
-    asked: dict[str, Any] = {"prompts": prompts or (), "texts": prompt or (), "each": each, "batch": batch or 1}
-    asked |= {"model": name, "heads": head or None, "draft_model": draft_model, "early_exit": early_exit}
-    asked |= {"methods": names, "peers": engines, "max_new_tokens": max_new_tokens, "runs": runs, "warmup": warmup}
-    asked |= {"dtype": dtype, "device": device, "backend": backend}
     with options.stdout_kept(as_json), report.writer(out) as write:
         rows = run_bench(
-            **asked,
+            prompts=prompts or (),
+            texts=prompt or (),
+            model=name,
+            heads=head or None,
+            draft_model=draft_model,
+            early_exit=early_exit,
+            methods=names,
+            each=each,
+            max_new_tokens=max_new_tokens,
+            dtype=dtype,
+            device=device,
+            backend=backend,
+            batch=batch or 1,
+            runs=runs,
+            warmup=warmup,
+            peers=engines,
             on_failure=failures.append,
             on_row=write,
             on_profile=profiles.__setitem__ if profile else None,
