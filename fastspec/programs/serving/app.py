@@ -259,9 +259,11 @@ def _failed(error: Exception, name: str, path: str) -> JSONResponse:
 
 def policy_of(text: str) -> str:
     """Content-Security-Policy of a page: it runs its own script and style and asks its own server, and nothing else."""
-    rules = dict.fromkeys(("default-src", "base-uri", "form-action", "frame-ancestors", "trusted-types"), "'none'")
-    rules |= {"script-src": _hashes(text, "script"), "style-src": _hashes(text, "style"), "img-src": "data:"}
-    rules |= {"connect-src": "'self'", "require-trusted-types-for": "'script'"}
+    rules = {
+        **dict.fromkeys(("default-src", "base-uri", "form-action", "frame-ancestors", "trusted-types"), "'none'"),
+        **{"script-src": _hashes(text, "script"), "style-src": _hashes(text, "style"), "img-src": "data:"},
+        **{"connect-src": "'self'", "require-trusted-types-for": "'script'"},
+    }
     return "; ".join(f"{name} {value}" for name, value in rules.items())
 
 

@@ -38,8 +38,10 @@ def error_body(message: str, status: int, code: str | None = None) -> dict[str, 
 
 def message_error(message: str, status: int, code: str | None = None) -> dict[str, Any]:
     """An error in Anthropic's form, with its code where it has one."""
-    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
-    kinds |= {429: "rate_limit_error", 503: "overloaded_error"}
+    kinds = {
+        **{401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"},
+        **{429: "rate_limit_error", 503: "overloaded_error"},
+    }
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "api_error")
     details = {} if code is None else {"details": {"error_code": code}}
     return {"type": "error", "error": {"type": kind, "message": message, **details}}

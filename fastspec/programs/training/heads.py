@@ -159,8 +159,10 @@ def with_sizes_of(config: TrainConfig, head: EagleHead | MtpHead) -> TrainConfig
         return config
     sizes: dict[str, Any] = {"intermediate_size": c.intermediate_size}
     if c.kind == "eagle3":
-        sizes |= {"draft_vocab_size": c.draft_vocab_size, "hidden_size": c.hidden_size, "taps": c.taps}
-        sizes |= {"share_lm_head": c.target_rows, "norms": c.norm_output}
+        sizes |= {
+            **{"draft_vocab_size": c.draft_vocab_size, "hidden_size": c.hidden_size, "taps": c.taps},
+            **{"share_lm_head": c.target_rows, "norms": c.norm_output},
+        }
     given = {name: value for name in sizes if (value := getattr(config, name))}
     other = [f"{name} {value!r} (the head: {sizes[name]!r})" for name, value in given.items() if value != sizes[name]]
     if other:

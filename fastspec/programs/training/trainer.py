@@ -84,9 +84,11 @@ class Trainer:
         self.folder = Path(config.output)
         self.progress = Progress()
         vocab = target.get_input_embeddings().weight.shape[0]
-        self.identity: dict[str, Any] = {name: getattr(config, name) for name in IDENTITY}
-        self.identity |= {"texts": len(self.texts), "tokens": int(self.texts.lengths.sum()), "plan": PLAN}
-        self.identity["processes"] = accelerator.num_processes
+        self.identity: dict[str, Any] = {
+            **{name: getattr(config, name) for name in IDENTITY},
+            **{"texts": len(self.texts), "tokens": int(self.texts.lengths.sum()), "plan": PLAN},
+            "processes": accelerator.num_processes,
+        }
         if config.keeps_features:  # kept features depend on it
             self.identity["target_dtype"] = str(target.dtype)
         state = self._stored()
