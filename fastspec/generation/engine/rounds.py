@@ -10,7 +10,7 @@ from typing import Generic, TypeAlias
 import torch
 from torch import Tensor
 
-from fastspec.generation.capture import SPENT, padded_width
+from fastspec.generation.capture import SPENT, padded_width, padded_widths
 from fastspec.generation.drafters.base import Drafter, MixingDrafter
 from fastspec.generation.drafters.given_text import Transcript
 from fastspec.generation.engine.batching import Batch
@@ -25,6 +25,10 @@ TOGETHER = 8
 """Prompts at most that one pass reads."""
 TOGETHER_TOKENS = 1024
 """Tokens of such a pass at most, padding counted."""
+AHEAD = 64
+"""Prompts that wait among which a pass finds those of like lengths."""
+PADDING = 64
+"""Tokens that a pass may be padded with for each prompt beside the first, whose own pass it saves."""
 ROWS_FOR_ONE = 16
 """A call whose prompts nobody waits for lets one row in so many stand idle, until prompts can be read together."""
 
@@ -36,10 +40,8 @@ def groups(together: int) -> Iterator[tuple[int, int]]:
     """Numbers of prompts that one pass reads, up to `together`, with the tokens that they are padded to."""
     count = 2
     while count <= together:
-        width = padded_width(1)
-        while count * width <= TOGETHER_TOKENS:
+        for width in padded_widths(TOGETHER_TOKENS // count):
             yield count, width
-            width *= 2
         count *= 2
 
 
@@ -176,19 +178,31 @@ class Rounds(Generic[TargetT]):
             self.engine.settle()  # a row that runs may have what is read
             row = batch.row_for(prefix)
             return self._read_alone((row, *batch.next(row)), room, prefix=prefix)
-        rows = batch.free()[: self._count_of_next(room)]
+        rows = batch.free()[: self._gather(room)]
         taken = [(row, *batch.next(row)) for row in rows]
         return self._read_alone(taken[0], room) if len(taken) == 1 else self._read_together(taken)
 
-    def _count_of_next(self, room: int | None) -> int:
-        """Number of waiting prompts that one pass reads: a power of two, since each number has its graphs."""
-        most = self.together if self.batch.reads_together else 1
-        most = min(most, len(self.batch.free()))
-        lengths = self.batch.ahead(self.batch.unlike(most) if most > 1 else most)
-        most = TOGETHER_TOKENS if room is None else min(room, TOGETHER_TOKENS)
-        count = 1 << (len(lengths).bit_length() - 1)
-        while count > 1 and count * padded_width(max(lengths[:count])) > most:
+    def _gather(self, room: int | None) -> int:
+        """Let the prompts that the next pass reads come first -> their number, a power of two, since each has its
+        graphs. With the one that waits longest go those of the nearest widths, narrower ones before wider ones."""
+        most = min(self.together if self.batch.reads_together else 1, len(self.batch.free()))
+        if most == 1:
+            return 1
+        widths = [padded_width(length) for length in self.batch.ahead(AHEAD)]
+        own = widths[0]
+        others = sorted(range(1, len(widths)), key=lambda place: (widths[place] > own, abs(widths[place] - own)))
+        places = [0, *others[: most - 1]]
+        places = places[: self.batch.unlike(places)]
+        tokens = TOGETHER_TOKENS if room is None else min(room, TOGETHER_TOKENS)
+        count = 1 << (len(places).bit_length() - 1)
+        while count > 1:
+            taken = [widths[place] for place in places[:count]]
+            whole = count * max(taken)
+            if whole <= tokens and whole - sum(taken) <= PADDING * (count - 1):
+                break
             count //= 2
+        if places[:count] != [*range(count)]:
+            self.batch.bring(places[:count])
         return count
 
     def _read_alone(
