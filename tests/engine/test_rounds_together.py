@@ -148,6 +148,22 @@ def test_a_pass_reads_prompts_of_like_lengths(lengths, read):
     assert passes == read
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_waits_for_the_device_comes_before_a_pass_or_after_its_rows(count, monkeypatch):
+    """What a row has kept goes elsewhere before its next prompt is read, and the host reads first tokens when all rows
+    have what was read: meanwhile the device is busy."""
+    batch: Any = Waiting(2, *[5] * count)
+    rounds, engine = capturing(batch)
+    order = []
+    for owner, name in ((batch, "give_away"), (Group, "prefill"), (engine, "admit"), (batch, "seat")):
+        method = getattr(owner, name)
+        told = lambda *given, method=method, name=name: order.append(name) or method(*given)  # noqa: E731
+        monkeypatch.setattr(owner, name, told)
+    rounds.turn()
+    again = ["give_away"] if count == 1 else []  # by then it has nothing
+    assert order == [*["give_away"] * count, "prefill", *again, *["admit"] * count, *["seat"] * count]
+
+
 def test_together_takes_a_drafter_whose_rows_move_and_passes_that_are_captured():
     for change in ({"target": SimpleNamespace(captures=False)}, {"drafter": SimpleNamespace(moves=False)}):
         batch: Any = Waiting(2, 1, 1)

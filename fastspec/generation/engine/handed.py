@@ -65,6 +65,7 @@ class VerifyingRounds(Rounds[TargetT]):
     goes to the row's drafter. Such prompts are read one by one."""
 
     batch: OpenBatch
+    frees_early = False  # an answer that ends while it is verified takes no row
     handed: HandedAnswer[TargetT] | None = None
     verifying: Engine[TargetT] | None = None
     """The engine of the target that prompts are read by, which stays the same."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Generic, TypeAlias
+from typing import ClassVar, Generic, TypeAlias
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ class Joining:
     def read(self, most: int) -> None:
         """Read so many of the tokens."""
         part = self.ids[:, self.done : self.done + most]
-        self.logits, features = self.target.prefill(part, torch.tensor([part.shape[1]], device=part.device))
+        self.logits, features = self.target.prefill(part, part.new_full((1,), part.shape[1]))  # waits for nothing
         self.done += part.shape[1]
         if self.drafter is not None:
             self.features.append(features)
@@ -85,7 +85,7 @@ class Joining:
     def begin(self, verifier: Verifier, first: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """Begin behind the whole prompt -> its first new token [1], NO_TOKEN where there is none, and the processed
         scores [1, V]: `first`, where they are known."""
-        text = self.ids, torch.tensor([self.done], device=self.ids.device)
+        text = self.ids, self.ids.new_full((1,), self.done)
         root, scores = first or verifier.joined(self.logits, text, self.prompt, self.drafter)
         if self.drafter is not None:
             features = self.features[0] if len(self.features) == 1 else torch.cat(self.features, 1)
@@ -106,6 +106,9 @@ class Rounds(Generic[TargetT]):
     Where passes are captured, up to `together` short prompts are read in one, since each pass takes the host some time,
     however short.
     """
+
+    frees_early: ClassVar[bool] = True
+    """True where a row's text is given away before its next prompt's last pass: that may wait for the device."""
 
     def __init__(
         self,
@@ -217,6 +220,8 @@ class Rounds(Generic[TargetT]):
         try:
             joining = self.joining = self.joining or Joining(*waiting, *self.entry(1), prefix)
             count = joining.left if room is None else min(room, joining.left)
+            if self.frees_early and count == joining.left:
+                self.batch.give_away(joining.row)
             if count:
                 joining.read(count)
             if not joining.left:
@@ -242,6 +247,8 @@ class Rounds(Generic[TargetT]):
         device = taken[0][2].device
         counts = torch.tensor([ids.shape[1] for _, _, ids in taken], device=device)
         ids = torch.nn.utils.rnn.pad_sequence([ids[0] for _, _, ids in taken], batch_first=True)
+        for row, _, _ in taken:
+            self.batch.give_away(row)
         try:
             target, drafter = self.entry(len(taken))
             logits, features = target.prefill(ids, counts)
@@ -258,14 +265,19 @@ class Rounds(Generic[TargetT]):
                 return self._one_by_one(
                     [pair for pair in zip(taken, firsts, strict=True) if pair[1] is not None], error
                 )
-        tokens = roots.tolist()
+        seats = []
         for place, ((row, prompt, own), first) in enumerate(zip(taken, firsts, strict=True)):
             if first is None:
                 continue
             try:
-                self.batch.give_away(row)
                 self.engine.admit(row, target, drafter, first[0], own.shape[1], place)
-                self._seat(row, prompt, own.shape[1], tokens[place : place + 1], first[1], logits[place : place + 1])
+                seats.append((place, row, prompt, own.shape[1], first[1]))
+            except Exception as error:
+                self.batch.refuse(prompt, error)
+        tokens = roots.tolist()  # waits for the device, which has all of the rows by now
+        for place, row, prompt, count, scores in seats:
+            try:
+                self._seat(row, prompt, count, tokens[place : place + 1], scores, logits[place : place + 1])
             except Exception as error:
                 self.batch.refuse(prompt, error)
         return ids.numel()
