@@ -13,15 +13,15 @@ full_size.py), that of `{model}`, and its shipped head that of `{head}`. `ready_
 ready, the others starting beside it.
 
 Every server gets the same greedy chats, so many of them in flight at a time and six times as many in all, or
-`--requests` where those are more; the servers take turns at each load. Ways to ask: answers `streamed`; or `whole`; or
+`--requests` where those are more; the servers take turns at each load. Texts begin with a number and the load's name:
+none comes twice, so that prefix caches find the turns of a chat alone. Ways to ask: answers `streamed`; or `whole`; or
 `long`, streamed, where every tenth request begins with `--long` words; or `turns`, streamed chats of ten turns, which
 are ten requests and `--long` words together, with first tokens by turn too; or `schema`, whole answers by a JSON
 schema: `valid` is the share that hold to it. Before anything is timed each server answers ten prompts, or a chat;
-`equal` is the share of answers that are the first server's first ones, 1 in fp32. `pause_ms` are the times between a
-stream's chunks, those within 2 ms taken for one, since a round brings several tokens. `acceptance_length` and `stages`,
-the share of answers by each stage of a cascade, are those of the server's `/metrics`, null without drafts and stages.
-One client reads all streams, and a small model on a GPU makes tokens faster than that: whole answers tell the server's
-own speed.
+`equal` is the share of answers that are the first server's, 1 in fp32. `pause_ms` are the times between a stream's
+chunks, those within 2 ms taken for one, since a round brings several tokens. `acceptance_length` and `stages`, the
+share of answers by each stage of a cascade, are those of the server's `/metrics`, null without drafts and stages. One
+client reads all streams, and a small model on a GPU makes tokens faster: whole answers tell the server's own speed.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -241,16 +241,16 @@ def shares(before: dict[str, float], after: dict[str, float]) -> dict[str, float
     return {stage: round(count / sum(new.values()), 3) for stage, count in new.items()} if any(new.values()) else None
 
 
-def texts(path: str, requests: int, way: str, long: int) -> list[str]:
+def texts(path: str, requests: int, way: str, long: int, name: str) -> list[str]:
     """So many prompts of a file, again from its start where it has fewer; for `long` every tenth behind a text of so
-    many words, for `turns` each behind a tenth of them. No two texts begin alike."""
+    many words, for `turns` each behind a tenth of them. No two texts begin alike, under other names of loads either."""
     found = [row["text"] for row in read_rows(path)]
     chosen = [found[index % len(found)] for index in range(requests)]
     every, words = {"long": (TURNS, long), "turns": (1, long // TURNS)}.get(way, (requests + 1, 0))
     for index in range(every - 1, requests, every):
         filler = " ".join(f"item {number}" for number in range(index, index + words // 2))
         chosen[index] = f"{filler}\n{chosen[index]}"
-    return chosen
+    return [f"{index} {way} {name}\n{text}" for index, text in enumerate(chosen)]
 
 
 def requests_of(given: argparse.Namespace, way: str, in_flight: int) -> int:
@@ -286,19 +286,19 @@ def rows_of(given: argparse.Namespace, servers: dict[str, Started]) -> Iterator[
     names = {server.url: name_at(server.url) for server in servers.values()}
     for way in given.ways:
         long = given.long if way in ("long", "turns") else 0
-        prompts = texts(given.prompts, requests_of(given, way, max(given.in_flight)) + TURNS, way, long)
+        prompts = texts(given.prompts, TURNS, way, long, "warm")
         for server in servers.values():
-            asyncio.run(load(server.url, names[server.url], prompts[-TURNS:], 4, given.max_tokens, way))
-        wanted: list[str] = []
-        for in_flight in given.in_flight:
-            count = requests_of(given, way, in_flight)
+            asyncio.run(load(server.url, names[server.url], prompts, 4, given.max_tokens, way))
+        for number, in_flight in enumerate(given.in_flight):
+            wanted: list[str] = []
+            prompts = texts(given.prompts, requests_of(given, way, in_flight), way, long, f"{in_flight} {number}")
             for name, server in servers.items():
                 before = counted(server.url)
-                asked = load(server.url, names[server.url], prompts[:count], in_flight, given.max_tokens, way)
+                asked = load(server.url, names[server.url], prompts, in_flight, given.max_tokens, way)
                 answers, seconds = asyncio.run(asked)
                 after = counted(server.url)
-                wanted += [answer.text for answer in answers[len(wanted) :]]
-                row = row_of(name, in_flight, answers, seconds, wanted[:count])
+                wanted = wanted or [answer.text for answer in answers]
+                row = row_of(name, in_flight, answers, seconds, wanted)
                 row |= {"acceptance_length": acceptance(before, after), "stages": shares(before, after)}
                 if way == "turns":
                     by_turn = [[answer.first_ms for answer in answers[turn::TURNS]] for turn in range(TURNS)]

@@ -185,8 +185,20 @@ class CapturedByShape(Generic[Result]):
 
 NARROWEST = 32
 """Tokens that a shorter chunk of a prompt is padded to."""
+FINE = range(129, 513)
+"""Widths with another between two powers of two: a pass of fewer tokens takes as long as one of a power, and wider
+chunks of a prompt are powers themselves."""
 
 
 def padded_width(width: int) -> int:
-    """The width that a chunk of a prompt is padded to: a power of two, so that few graphs serve all prompts."""
-    return max(NARROWEST, 1 << (width - 1).bit_length())
+    """The width that a chunk of a prompt is padded to: one of few, so that few graphs serve all prompts."""
+    power = max(NARROWEST, 1 << (width - 1).bit_length())
+    return power * 3 // 4 if width in FINE and width <= power * 3 // 4 else power
+
+
+def padded_widths(most: int) -> Iterator[int]:
+    """All of these up to `most`, ascending."""
+    width = padded_width(1)
+    while width <= most:
+        yield width
+        width = padded_width(width + 1)

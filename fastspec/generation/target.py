@@ -1,7 +1,7 @@
 """Targets: models with buffers of their own, and the parts in which they read prompts.
 
 Wide parts fill a GPU and read the weights seldom; narrow ones keep the activations of many rows, and the rings of
-windowed layers, small. The last is padded to a power of two (`fastspec.generation.capture.padded_width`), so that a few
+windowed layers, small. The last is padded to one of a few widths (`fastspec.generation.capture.padded_width`), whose
 graphs serve all prompts.
 """
 

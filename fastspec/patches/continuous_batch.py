@@ -494,7 +494,7 @@ class Continuous:
         engine = new_engine(plan)
         self._agree_on_sizes(engine)
         if isinstance(engine.drafter, HostDrafter):  # processes choose alike
-            engine.drafter.timed = self._narrows and self.ranks is None
+            engine.drafter.timed, engine.drafter.ends_at_once = self._narrows and self.ranks is None, False
         check_rows(engine.drafter, self.decoding.name)
         _, features = request.read(engine.target)
         if engine.drafter is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fastspec.errors import Unsupported, check_whole
-from fastspec.generation.capture import padded_width
+from fastspec.generation.capture import padded_width, padded_widths
 from fastspec.generation.drafters.tree_sizes import TreeSizes
 from fastspec.generation.engine.round_program import EXTENT_BUCKET, rounded
 from fastspec.generation.engine.rounds import groups
@@ -51,12 +51,10 @@ SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9, "mi
 
 def widths(length: int, rows: int, *, captures: bool) -> list[int]:
     """Prompts that make every pass of `rows` texts of up to `length` tokens, where passes are captured or not: the
-    whole length, and the powers of two that parts of a prompt are padded to. The longest comes first: in the buffers
-    that it needs all others are captured."""
-    powers, widest = [padded_width(1)], widest_part(rows, captures=captures)
-    while powers[-1] < widest:
-        powers.append(2 * powers[-1])
-    return [length, *(width for width in reversed(powers) if width < length)]
+    whole length, and what parts of a prompt are padded to. The longest comes first: in the buffers that it needs all
+    others are captured."""
+    padded = [*padded_widths(widest_part(rows, captures=captures))]
+    return [length, *(width for width in reversed(padded) if width < length)]
 
 
 def warm_lengths(most: int) -> Iterator[int]:

@@ -4,6 +4,7 @@ captured, and costs that were measured."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import cycle
 from time import sleep
 from typing import Any
@@ -16,13 +17,13 @@ from helpers.models import tiny_model
 
 import fastspec
 from fastspec.generation.drafters import nasd, policy, timed_drafts
-from fastspec.generation.drafters.nasd import NasdDrafter, grow, spread, storage_of
+from fastspec.generation.drafters.nasd import NasdDecoding, NasdDrafter, grow, spread, storage_of
 from fastspec.generation.drafters.policy import COSTS, MeasuredCosts
 from fastspec.generation.engine import batching
 from fastspec.generation.engine.schedule import GraphFromScore, WholeGraph
 from fastspec.patches.backends import ngram_counter
 from fastspec.patches.hf.model import HFModel
-from fastspec.patches.session import session_of
+from fastspec.patches.session import PatchSession, session_of
 
 BYTES = 3_087_428_608
 NEVER = 1000
@@ -57,7 +58,8 @@ def backlog(drafter: NasdDrafter) -> int:
 
 
 @pytest.mark.parametrize("rows", [1, 8, 65])
-def test_where_nothing_repeats_no_tree_is_proposed_and_few_look_ups_are_made(dear, monkeypatch, rows):
+def test_where_nothing_repeats_no_tree_is_proposed_and_nothing_looked_up(dear, monkeypatch, rows):
+    """Each token of a few rows is looked at, once."""
     looks = 0
 
     def look(self, cursor, found=fastspec.NgramStorage.look):
@@ -66,37 +68,44 @@ def test_where_nothing_repeats_no_tree_is_proposed_and_few_look_ups_are_made(dea
         return found(self, cursor)
 
     monkeypatch.setattr(fastspec.NgramStorage, "look", look)
-    drafter, rests, asked = drafter_of(rows, [1, 2, 3]), 0, 0
+    drafter, rests, waits = drafter_of(rows, [1, 2, 3]), 0, 0
     for token in range(4, 260):
+        if rests == 1:
+            rests += drafter.rests_on()
         if not rests:
-            rests, asked = drafter.pause(), asked + 1
-            assert rests > 0
+            rests, waits = drafter.pause(), waits + 1
+        assert rests > 0
         rests -= 1
         told(drafter, token)
-    assert asked <= 32 and looks <= rows * asked
+    assert waits == 1 and looks <= min(rows, timed_drafts.WATCHED) * 256
 
 
-def test_look_ups_in_vain_are_followed_by_more_rounds_without(dear):
-    drafter, rests, token = drafter_of(1, [1, 2, 3]), [], 3
-    while float(drafter.budget.left) > 0:
-        rests.append(drafter.pause())
-        assert rests[-1] == len(rests) < 8
-        for _ in range(rests[-1]):
-            token += 1
-            told(drafter, token)
-    assert len(rests) > 4 and drafter.pause() == 10  # from here on look-ups cost two percent
-
-
-def test_a_text_that_repeats_itself_is_drafted_at_the_first_look_up(dear):
+def test_a_text_that_repeats_itself_is_drafted_soon(dear):
     drafter = drafter_of(4, [5, 6, 7, 8, 9] * 4)
-    assert drafter.pause() == 1  # its tokens are counted meanwhile
+    assert drafter.pause() == 2  # its tokens are counted meanwhile
     told(drafter, 5)
+    told(drafter, 6)
     assert drafter.pause() == 0
     tree = drafter.propose(0)
-    assert tree.tokens.shape[1] == drafter.size > 4 and tree.tokens[:, 1].tolist() == [6] * 4
+    assert tree.tokens.shape[1] == drafter.size > 4 and tree.tokens[:, 1].tolist() == [7] * 4
     assert drafter.growths is not None
-    drafter.update([[1, 0, 6, 6, 6, 6]] * 4, 1)
-    assert drafter.growths is None and drafter.roots == [6] * 4
+    drafter.update([[1, 0, 7, 7, 7, 7]] * 4, 1)
+    assert drafter.growths is None and drafter.roots == [7] * 4
+
+
+def test_drafts_of_rows_that_are_ahead_bring_the_end_of_a_call_no_nearer(dear):
+    """Where another prompt takes a row that has ended they do."""
+    for ends_at_once in (True, False):
+        drafter = drafter_of(2, [5, 6, 7, 8, 9] * 4)
+        drafter.ends_at_once, drafter.size = ends_at_once, 32
+        assert drafter.counting == [True, True]
+        drafter.update([[1, 5, *[0] * 24], [1, 0, *[0] * 24]], 6)
+        assert drafter.counting == [not ends_at_once, True]
+        left = drafter.rule.left
+        drafter.update([[1, 5, *[0] * 24], [1, 0, *[0] * 24]], 6)
+        assert (drafter.rule.left > left) != ends_at_once
+        drafter.update([[1, 0, *[0] * 24], [0, 0, *[0] * 24]], 6)
+        assert drafter.counting == [True, False]
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -136,15 +145,16 @@ def test_prompts_are_counted_while_passes_run_and_nothing_is_drafted_before(dear
     assert drafter.quota is not None and backlog(drafter) == 8 * len(text)
     assert not any(len(storage.edges) for storage in drafter.storages)
     rests, left = drafter.pause(), backlog(drafter)
-    assert rests == left // drafter.quota > 8 and float(drafter.budget.left) == nasd.GRANTED
+    assert rests == timed_drafts.RESTS and left // drafter.quota > 8
     for token in range(6, 6 + rests):
         told(drafter, token)
         assert left - drafter.quota == backlog(drafter) - 8  # as many as a pass lets the host
         left = backlog(drafter)
-    while rests := drafter.pause():
-        for _ in range(rests):
-            token += 1
-            told(drafter, token)
+    rests = 0
+    while rests := rests + drafter.rests_on() if rests == 1 else rests or drafter.pause():
+        token, rests = token + 1, rests - 1
+        told(drafter, token)
+        assert token < 200
     assert drafter.propose(0).tokens[:4, 1].tolist() == [token + 1] * 4
 
 
@@ -215,7 +225,7 @@ def test_a_storage_that_is_kept_has_counted_all_of_a_call(dear, monkeypatch, cap
     if captures:
         stand_in(monkeypatch)
     model, ids = fastspec.patch(bigram()), torch.arange(3, 40)[None]
-    storage, expected = fastspec.NgramStorage(3), fastspec.NgramStorage(3)
+    storage, expected = fastspec.NgramStorage(4), fastspec.NgramStorage(4)
     out = model.generate(
         ids,
         max_new_tokens=50,
@@ -360,12 +370,12 @@ def test_drafts_of_timed_rounds_go_on_where_they_pay(dear, monkeypatch):
     drafter = drafter_of(8, [*range(3, 11)] * 8)
     drafter.timed = True
     assert slowdown(drafter, host, (4, 6, 5)) < 0.6
-    assert drafter.by_clock.price(drafter.size) == pytest.approx(1.6, rel=0.02) and drafter.prices[drafter.size] < 1
+    assert drafter.rule.price(drafter.size) == pytest.approx(1.6, rel=0.02) != drafter.rule.prices[drafter.size]
     drafter.interrupt()  # a prompt joins, in some time
     drafter.move_row(0, drafter_of(8, [3, 4]), 0, 1)
     host.seconds += 9.0
     drafter.catch_up(torch.full((8, 1), 3), [1] * 8)
-    assert max(map(max, drafter.by_clock.times.spent.values())) < 4
+    assert max(map(max, drafter.rule.times.spent.values())) < 4
 
 
 @pytest.mark.parametrize(
@@ -431,10 +441,10 @@ def test_rounds_whose_tokens_the_host_chooses_have_times_of_their_own(dear):
     drafter = drafter_of(8, [3, 4, 5])
     size = max(drafter.costs)
     for kind, spent in {1: 1.5, size: 3.9, ~1: 2.5, ~size: 10.0}.items():
-        drafter.by_clock.times.spent[kind] = policy.deque([spent] * 5)
-    assert drafter.by_clock.price(size) == pytest.approx(1.6)
-    drafter.by_clock.hosted = True
-    assert drafter.by_clock.price(size) == pytest.approx(3.0)
+        drafter.rule.times.spent[kind] = policy.deque([spent] * 5)
+    assert drafter.rule.price(size) == pytest.approx(1.6)
+    drafter.rule.hosted = True
+    assert drafter.rule.price(size) == pytest.approx(3.0)
 
 
 def test_what_a_capture_takes_is_no_time_of_a_round(dear, monkeypatch):
@@ -443,12 +453,12 @@ def test_what_a_capture_takes_is_no_time_of_a_round(dear, monkeypatch):
     drafter = drafter_of(1, [1, 2])
     drafter.timed = True
     drafted(drafter, host, [[*range(3, 20)]])
-    spent = len(drafter.by_clock.times.spent[1])
+    spent = len(drafter.rule.times.spent[1])
     monkeypatch.setattr(timed_drafts.SPENT, "captures", timed_drafts.SPENT.captures + 1.0)
     told(drafter, 30)
-    assert len(drafter.by_clock.times.spent[1]) == spent < timed_drafts.SEEN + 10
+    assert len(drafter.rule.times.spent[1]) == spent < timed_drafts.SEEN + 10
     told(drafter, 31)
-    assert max(drafter.by_clock.times.spent[1]) < 1.6
+    assert max(drafter.rule.times.spent[1]) < 1.6
 
 
 def test_an_open_batch_that_does_not_draft_has_the_rounds_of_plain_decoding_in_flight(dear, monkeypatch):
@@ -498,7 +508,7 @@ def test_parts_of_a_prompt_that_are_read_between_rounds_are_no_time_of_theirs(de
         monkeypatch.setattr(HFModel, "prefill", slow)
         batch.submit(torch.arange(3, 83)[None].repeat(1, 2), max_new_tokens=4, **asked).result()
         first.result()
-        times = [rounds.engine.drafter.by_clock.times.spent for rounds in batch._widths.made.values()]
+        times = [rounds.engine.drafter.rule.times.spent for rounds in batch._widths.made.values()]
     assert host.seconds >= 90 and any(times) and max(max(each) for spent in times for each in spent.values()) < 1
 
 
@@ -513,4 +523,19 @@ def test_rounds_are_timed_where_roundings_follow_the_load(dear, monkeypatch, nar
         wanted = plain.generate(ids, attention_mask=torch.ones_like(ids), **asked)
         assert all(future.result().equal(wanted) for future in futures)
         drafter = batch._widths.current.engine.drafter
-        assert drafter.timed == narrows and bool(drafter.by_clock.times.spent) == narrows
+        assert drafter.timed == narrows and bool(drafter.rule.times.spent) == narrows
+
+
+@pytest.mark.parametrize(("exact", "sample"), [(True, False), (True, True), (False, False)])
+def test_a_clock_decides_in_calls_where_no_size_changes_a_bit(monkeypatch, exact, sample):
+    """Drafts of rows count by those that are behind where no prompt waits for a row."""
+    ops = PatchSession.ops
+    monkeypatch.setattr(PatchSession, "ops", lambda *given: replace(ops(*given), exact=exact))
+    made, drafter = [], NasdDecoding.drafter
+    monkeypatch.setattr(NasdDecoding, "drafter", lambda *one, **more: made.append(drafter(*one, **more)) or made[-1])
+    model = fastspec.patch(tiny_model(seed=3))
+    ids = torch.tensor([[5, 6, 7, 8] * 4] * 3)
+    for assistant, at_once in (("nasd", True), (fastspec.ContinuousBatch("nasd", rows=2), False)):
+        made.clear()
+        model.generate(ids, do_sample=sample, max_new_tokens=4, pad_token_id=0, assistant=assistant)
+        assert {(each.timed, each.ends_at_once) for each in made} == {(exact and not sample, at_once)}

@@ -7,7 +7,7 @@ import random
 import pytest
 
 import fastspec
-from fastspec.generation.drafters.recurrence import LEARNT, LENGTHS, PRIOR, STREAKS, Recurrence
+from fastspec.generation.drafters.recurrence import BEFORE, LEARNT, LENGTHS, PRIOR, STREAKS, Recurrence
 
 
 def follow(text: list[int], most: int = 8) -> tuple[Recurrence, fastspec.NgramStorage]:
@@ -24,7 +24,8 @@ def follow(text: list[int], most: int = 8) -> tuple[Recurrence, fastspec.NgramSt
 
 def test_before_a_text_the_chances_are_those_of_contexts():
     known = Recurrence(2, 8)
-    assert known.expected[0] == pytest.approx(PRIOR[0] * (1 + PRIOR[1] * (1 + known.expected[2 * STREAKS + 2])))
+    first, second = PRIOR[0], (BEFORE * PRIOR[1] + 1) / (BEFORE + 1)  # whose token was foretold by the first
+    assert known.expected[0] == pytest.approx(first * (1 + second * (1 + known.expected[2 * STREAKS + 2])))
     assert known.of(0) == 0.0 and known.counted_share([0, 1]) == 1.0
 
 

@@ -200,7 +200,7 @@ def test_a_drafter_that_sits_rounds_out_is_told_before_a_prompt_begins(monkeypat
     """And rests on."""
     stand_in(monkeypatch)
     soon_out(monkeypatch)
-    plain, model = made("random", "cpu")
+    plain, model = made("bigram", "cpu")
     rests: list[int] = []
     admit = Engine.admit
 
@@ -214,7 +214,7 @@ def test_a_drafter_that_sits_rounds_out_is_told_before_a_prompt_begins(monkeypat
     monkeypatch.setattr(Engine, "admit", admitting)
     for seed in range(6):
         inputs = prompts("cpu", *COUNTS, seed=seed)
-        options = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": ends_of(plain, inputs), "pad_token_id": 0}
+        options = {"do_sample": False, "max_new_tokens": 48, "eos_token_id": ends_of(plain, inputs), "pad_token_id": 0}
         want = plain.generate(**inputs, **options)
         assert model.generate(**inputs, **options, assistant=ContinuousBatch("nasd", rows=3)).tolist() == want.tolist()
     assert len(rests) == 6 * (len(COUNTS) - 3) and any(rests) and not all(rests)

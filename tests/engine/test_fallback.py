@@ -187,7 +187,7 @@ def test_a_storage_counts_what_was_emitted_all_the_same(ahead, kind, monkeypatch
         options["eos_token_id"] = [int(free[0, 9 + 11]), int(free[1, 9 + 17])]
         want = plain.generate(**inputs, **options).tolist()
         told, before = [], ahead["fallback"]
-        for least in (0.25, 10.0):  # with pauses, and without
+        for least in (0.1, 10.0):  # with pauses, and without
             monkeypatch.setattr(nasd, "LEAST_LOOK", least)
             storage = make()
             assistant = fastspec.Nasd(storage=storage, top_k_filler=1)
@@ -212,4 +212,4 @@ def test_a_storage_that_knows_the_answer_is_asked_on(ahead):
             eos_token_id=NEVER,
         )
         sat, ahead["fallback"] = ahead["fallback"], 0
-    assert sat < 12 and stats(model).acceptance_length > 2
+    assert sat < 20 and stats(model).acceptance_length > 2

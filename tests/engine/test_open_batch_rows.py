@@ -160,7 +160,7 @@ def test_prompts_that_begin_like_others_are_not_read_with_them(waiting, least, c
     batch.queue.append(Told(1, (7, 8, 9)))
     batch.seat(0, batch.next(0)[0], 3)
     batch.queue.extend(Told(2, said) for said in waiting)
-    assert batch.unlike(3) == count
+    assert batch.unlike(range(3)) == count
 
 
 def test_an_error_ends_its_own_prompt_and_the_first_one_counts() -> None:

@@ -87,11 +87,12 @@ def outcomes(batch: Any) -> list[Any]:
         ([1] * 7, [4, 2, 1]),
         ([1] * 20, [8, 8, 4]),
         ([600, 5, 5], [1, 2]),
-        ([5, 600, 5], [1, 1, 1]),
         ([512, 512, 5, 5], [2, 2]),
         ([513, 513], [1, 1]),
         ([200] * 4, [4]),
-        ([200] * 5 + [3], [4, 2]),
+        ([200] * 5 + [3], [4, 1, 1]),
+        ([300] * 3, [2, 1]),
+        ([60] * 7 + [30], [8]),
     ],
 )
 def test_short_prompts_are_read_together(lengths, counts, drafts):
@@ -121,6 +122,46 @@ def test_short_prompts_are_read_together(lengths, counts, drafts):
         (prompt, [length]) for prompt, length in enumerate(lengths)
     ]
     assert [asked[3] for asked in rounds.verifier.asked] == [[prompt] for prompt in range(len(lengths))]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "read"),
+    [
+        ([5, 600, 5], [[0, 2], [1]]),
+        ([600, 5, 5], [[0], [1, 2]]),
+        ([300, 20, 290, 600, 200, 310], [[0, 2], [1], [3], [4], [5]]),
+        ([180, 250, 130, 250, 190], [[0, 2, 4, 1], [3]]),  # 192, 256, 192, 256, 192 wide
+        ([120, 20, 100, 250, 33, 128], [[0, 2, 5, 4], [1], [3]]),
+        (
+            [9] * 70 + [400] + [9] * 2,
+            [[*range(at, at + 8)] for at in range(0, 64, 8)] + [[*range(64, 70), 71, 72], [70]],
+        ),
+    ],
+)
+def test_a_pass_reads_prompts_of_like_lengths(lengths, read):
+    """Whoever waits longest is in it, narrower ones before wider ones, and it is padded with no more than saves time;
+    those that are left keep their order."""
+    batch: Any = Waiting(len(lengths), *lengths)
+    rounds, engine = capturing(batch)
+    rounds.turn()
+    passes = [[text[0] // 100 for text in texts] for target, _ in engine.entries for texts in target.told]  # type: ignore[attr-defined]
+    assert passes == read
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_waits_for_the_device_comes_before_a_pass_or_after_its_rows(count, monkeypatch):
+    """What a row has kept goes elsewhere before its next prompt is read, and the host reads first tokens when all rows
+    have what was read: meanwhile the device is busy."""
+    batch: Any = Waiting(2, *[5] * count)
+    rounds, engine = capturing(batch)
+    order = []
+    for owner, name in ((batch, "give_away"), (Group, "prefill"), (engine, "admit"), (batch, "seat")):
+        method = getattr(owner, name)
+        told = lambda *given, method=method, name=name: order.append(name) or method(*given)  # noqa: E731
+        monkeypatch.setattr(owner, name, told)
+    rounds.turn()
+    again = ["give_away"] if count == 1 else []  # by then it has nothing
+    assert order == [*["give_away"] * count, "prefill", *again, *["admit"] * count, *["seat"] * count]
 
 
 def test_together_takes_a_drafter_whose_rows_move_and_passes_that_are_captured():

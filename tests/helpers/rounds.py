@@ -4,12 +4,14 @@ are told."""
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastspec.generation.engine.batching import brought
 from fastspec.generation.engine.call import RoundState
 from fastspec.generation.stats import Stats
 
@@ -105,8 +107,11 @@ class Waiting:
     def prefix(self) -> None:
         return None
 
-    def unlike(self, count: int) -> int:
-        return count
+    def unlike(self, places: Sequence[int]) -> int:
+        return len(places)
+
+    def bring(self, places: Sequence[int]) -> None:
+        self.queue = deque(brought(self.queue, places))
 
     def give_away(self, row: int) -> None:
         assert not self.running[row]

@@ -186,11 +186,34 @@ def test_a_chat_goes_on_from_what_was_answered(serving, monkeypatch):
 
 
 def test_texts_of_chats_have_words_before_each_turn(serving, files):
-    found = serving.texts(str(files[1]), 20, "turns", 40)
-    assert len({text.split(" item ")[0] for text in found}) == 20 and all(len(text.split()) == 6 for text in found)
-    assert serving.texts(str(files[1]), 20, "schema", 40)[0] == "prompt 0"
-    long = serving.texts(str(files[1]), 20, "long", 40)
-    assert [len(text.split()) for text in long] == [*[2] * 9, 42, *[2] * 9, 42]
+    found = serving.texts(str(files[1]), 20, "turns", 40, "warm")
+    assert len({text.split(" item ")[0] for text in found}) == 20 and all(len(text.split()) == 9 for text in found)
+    assert serving.texts(str(files[1]), 20, "schema", 40, "8 0")[:6:5] == [
+        "0 schema 8 0\nprompt 0",
+        "5 schema 8 0\nprompt 0",
+    ]
+    long = serving.texts(str(files[1]), 20, "long", 40, "warm")
+    assert [len(text.split()) for text in long] == [*[5] * 9, 45, *[5] * 9, 45]
+
+
+def test_every_load_has_texts_of_its_own_the_same_for_all_servers(serving, files, monkeypatch):
+    """So that no server's cache of prefixes knows a prompt, whatever was asked before."""
+    asked: dict[str, list[str]] = {"one": [], "other": []}
+
+    async def load(url, model, prompts, in_flight, count, way):
+        asked[url] += prompts
+        return [serving.Answer(0.0, text, 1, [1.0], 2.0) for text in prompts], 1.0
+
+    for name, found in (("load", load), ("name_at", str), ("counted", lambda url: {})):
+        monkeypatch.setattr(serving, name, found)
+    given = serving.argparse.Namespace(
+        ways=["whole", "turns"], in_flight=[2, 3, 2], requests=4, max_tokens=7, long=40, note="", model="m"
+    )
+    given.prompts = str(files[1])
+    rows = list(serving.rows_of(given, {name: serving.Started(name) for name in asked}))
+    assert asked["one"] == asked["other"] and all(row["equal"] == 1 for row in rows)
+    firsts = [text.split("\n")[0] for text in asked["one"]]
+    assert len({*firsts}) == len(firsts) == 20 + sum(row["requests"] for row in rows) // 2
 
 
 def test_a_server_that_ends_or_is_never_ready_is_told_with_its_own_words(serving, files):

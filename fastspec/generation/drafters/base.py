@@ -276,7 +276,9 @@ class HostDrafter(Drafter):
     tries = False
     """True in a warm-up: rounds have trees of every size in turn, whatever they promise, and none."""
     timed = False
-    """True where a clock may decide on drafts: in rounds whose roundings follow the load anyway."""
+    """True where a clock may decide on drafts: no size changes a bit, or roundings follow the load anyway."""
+    ends_at_once = False
+    """True where no prompt takes a row that has ended: a call is over with its last one."""
     hosted = False
     """True where the host had a part in choosing the last round's tokens, which takes longer."""
 

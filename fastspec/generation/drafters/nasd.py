@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import heapq
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from fastspec.config import Cursor, Nasd, Storage
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.drafters.base import Decoding, Drafter, HostDrafter, Process
 from fastspec.generation.drafters.ngram_storage import NgramStorage, SuffixStorage
-from fastspec.generation.drafters.policy import COSTS, SMOLLM2_BYTES, DraftBudget, MeasuredCosts
+from fastspec.generation.drafters.policy import COSTS, SMOLLM2_BYTES, MeasuredCosts
 from fastspec.generation.drafters.timed_drafts import IN_VAIN, MARGIN, RESTS, TimedDrafts
 from fastspec.generation.ops import Ops
 from fastspec.generation.tree import TokenTree, Verdict
@@ -139,10 +138,6 @@ def _signed(bits: int, words: int) -> list[int]:
 
 LEAST_LOOK = 0.03
 """Rounds go without look-ups only where one costs more than this, in target passes."""
-GRANTED = 1.0
-"""Target passes that drafts and look-ups may lose at the start of a call, where look-ups are dear."""
-PROBES = 0.02
-"""Target passes a round, on average, that looking up again may cost while it does not pay."""
 QUICKER = 20
 """Times as many tokens that a counter counts in the time that Python takes."""
 BATCHED = 8
@@ -152,7 +147,9 @@ LAG = 16
 BEYOND = 32
 """Tokens of a row's text at most that are no part of a prompt which begins like it, for its counts to be taken over:
 the last token, and what a round emitted behind an answer's limit. A text of which more is left is another one."""
-SPARSE = 1.3
+AHEAD = 4
+"""Tokens by which a row may be ahead of the last one, for its drafts to count where a call ends with the last row."""
+SPARSE = 1.15
 """Cost of a tree, over that of a smaller one, for which both are captured."""
 UNTRIED = 1.5
 """Drafts that count as promised and accepted before any were."""
@@ -167,11 +164,9 @@ class NasdDrafter(HostDrafter):
     number that promises most in this round, by the share of earlier promises that was kept. With
     `stop_if_unknown=False` it always has `nodes`.
 
-    A round whose drafts come from the host waits for the host. Where this costs much, a round for which no row knows
-    enough is one without drafts, and so are the next ones, more of them with each look-up in vain, and many where what
-    was accepted does not pay; where a clock may decide, `TimedDrafts` does. Their tokens are counted without the
-    target's likeliest ones beside them. Tokens are counted while the device is busy then (`work`), those of the
-    shortest backlogs first.
+    A round whose drafts come from the host waits for the host. Where this costs much, `TimedDrafts` decides which
+    rounds have some. Tokens of the others are counted without the target's likeliest ones beside them. Tokens are
+    counted while the device is busy then (`work`), those of the shortest backlogs first.
     """
 
     observes_roots = True
@@ -196,8 +191,7 @@ class NasdDrafter(HostDrafter):
         rows = len(storages)
         self.costs = {size: cost.of(size * rows, weight_bytes, rows) + cost.node * rows * (size - 1) for size in sizes}
         plain = cost.of(rows, weight_bytes) - (cost.host if cost.asynchronous else 0.0)
-        self.prices = {size: whole / plain - 1 for size, whole in self.costs.items()}
-        """Target passes that a round costs more than one of rounds that look nothing up, by its nodes."""
+        prices = {size: (whole + cost.wait) / plain - 1 for size, whole in self.costs.items()}
         self.look = cost.look(weight_bytes, rows)
         self.dear = config.stop_if_unknown and self.look >= LEAST_LOOK
         if self.dear:
@@ -207,8 +201,8 @@ class NasdDrafter(HostDrafter):
         if measured is not None and len(self.costs) > 1:
             self.measured = measured.setdefault((rows, self.nodes), MeasuredCosts(self.costs))
             self.costs = self.measured.costs()
-        self.by_clock = TimedDrafts(self.costs, self.prices, self.look, rows, config.gamma)
-        """Decides on drafts where rounds are `clocked`."""
+        self.rule = TimedDrafts(self.costs, prices, self.look, cost.look(weight_bytes), rows, config.gamma)
+        """Decides which rounds have drafts, where these are dear."""
         self.began = 0.0
         """Second in which the last tree was asked for."""
         self.least = cost.node * rows / plain
@@ -216,21 +210,20 @@ class NasdDrafter(HostDrafter):
         quick = counter is not None and all(type(storage) is NgramStorage for storage in storages)
         self.quota = int(plain / (cost.count / QUICKER if quick else cost.count)) if cost.asynchronous else None
         """Tokens that are counted while a pass runs; None: all, at once."""
-        self.budget = DraftBudget(self._rest(self.look), torch.device("cpu"), GRANTED)
         self.promised, self.delivered, self.hoped, self.size = 0.0, 0.0, 0.0, min(sizes)
         """Drafts promised and accepted so far, later ones with more weight; drafts and nodes of the last round."""
         self.growths: list[Growth] | None = None
         """The trees of the next round, where they were looked up."""
         self.tried = 0
         """Place among the sizes of the last round that tried one, counted from 1; 0: it drafted nothing."""
-        self.fruitless, self.vain = 0, False
-        """Look-ups in vain since the last drafts, and whether the next round has waited for one."""
+        self.vain = False
+        """True where the next round has waited for a look-up in vain."""
         self.cursors: list[Cursor] = [storage.start() for storage in storages]
         """Places up to which the rows are counted; `unread` has the tokens after each, with the likeliest beside."""
         self.unread: list[deque[tuple[int, Sequence[int]]]] = [deque() for _ in storages]
         self.roots, self.active = [0] * len(storages), [True] * len(storages)
-        self.heard = [0] * len(storages)
-        """Tokens of each row's text, those in `unread` included."""
+        self.heard, self.begun = [0] * len(storages), [0] * len(storages)
+        """Tokens of each row's text, those in `unread` included, and of its prompt."""
 
     def hint(self, texts: Sequence[Sequence[int]]) -> None:
         for storage, text in zip(self.storages, texts, strict=True):
@@ -239,8 +232,11 @@ class NasdDrafter(HostDrafter):
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
         self.roots = root.tolist()
         for row, (text, real) in enumerate(zip(ids.tolist(), counts.tolist(), strict=True)):
-            self.by_clock.recurrence.begin(row)
+            self.rule.recurrence.begin(row)
             self._hear(row, [(token, ()) for token in (*text[:real], self.roots[row])])
+        self.begun = self.heard.copy()
+        if self.ends_at_once:
+            self.rule.begin_call()
         self._heard()
 
     def _hear(self, row: int, tokens: Sequence[tuple[int, Sequence[int]]]) -> None:
@@ -275,7 +271,7 @@ class NasdDrafter(HostDrafter):
         self.storages[row], self.cursors[row] = other.storages[source], other.cursors[source]
         self.roots[row], self.active[row] = other.roots[source], other.active[source]
         self.unread[row], self.heard[row] = deque(other.unread[source]), other.heard[source]
-        self.by_clock.recurrence.move(row, other.by_clock.recurrence, source)
+        self.rule.recurrence.move(row, other.rule.recurrence, source)
         self._heard()
 
     @property
@@ -284,14 +280,23 @@ class NasdDrafter(HostDrafter):
         return min(1.0, (self.delivered + UNTRIED) / (self.promised + UNTRIED))
 
     @property
-    def clocked(self) -> bool:
-        """True where the times of rounds decide on drafts."""
-        return self.timed and self.dear and not self.tries
+    def ruled(self) -> bool:
+        """True where `rule` decides."""
+        return self.dear and not self.tries
+
+    @property
+    def counting(self) -> list[bool]:
+        """Rows whose drafts bring an end nearer: where a call ends with its last row, those that are not ahead."""
+        if not self.ends_at_once:
+            return self.active
+        emitted = [heard - begun for heard, begun in zip(self.heard, self.begun, strict=True)]
+        least = min((count for count, on in zip(emitted, self.active, strict=True) if on), default=0)
+        return [on and count <= least + AHEAD for count, on in zip(emitted, self.active, strict=True)]
 
     def _foretell(self, row: int, tokens: Sequence[int]) -> None:
         """Learn from new tokens of a row whether they were those that its storage has next."""
-        if self.clocked and not self.by_clock.hear(row, self.storages[row], tokens) and len(self.unread[row]) <= LAG:
-            self.by_clock.recurrence.stand(row, self.storages[row], self._place(row))
+        if self.ruled and not self.rule.hear(row, self.storages[row], tokens) and len(self.unread[row]) <= LAG:
+            self.rule.recurrence.stand(row, self.storages[row], self._place(row))
 
     def _place(self, row: int) -> Cursor:
         """Place of a row after its last token."""
@@ -299,10 +304,6 @@ class NasdDrafter(HostDrafter):
         for token, _ in self.unread[row]:
             cursor = self.storages[row].step(cursor, token)
         return cursor
-
-    def _rest(self, price: float) -> int:
-        """Rounds without look-ups where drafts of such a price do not pay."""
-        return math.ceil(price / PROBES) if self.dear else 0
 
     def _heard(self) -> None:
         """Rows have new tokens: what was looked up no longer holds."""
@@ -330,7 +331,7 @@ class NasdDrafter(HostDrafter):
         return cursor
 
     def interrupt(self) -> None:
-        self.by_clock.times.leave()
+        self.rule.times.leave()
 
     def finish(self) -> None:
         if not isinstance(self.config.storage, str):  # those of its own are not read again
@@ -340,39 +341,22 @@ class NasdDrafter(HostDrafter):
         if self.tries:
             self.tried = (self.tried + 1) % (1 + len(self.costs))
             return int(self.tried == 0)
-        if self.clocked:
-            return self._timed_pause()
-        rests = self.budget.pause()
+        rests = self.rule.rests(self.counting, self.timed) if self.dear else 0
         if rests or not self.dear:
-            return rests
-        self._look_up()
-        if self.size > 1:
-            return 0
-        if not any(self._knows(row) for row in range(len(self.storages))):
-            assert self.quota is not None
-            return max(1, sum(map(len, self.unread)) // self.quota)
-        self.budget.judge(0.0, self.look)
-        self.budget.rounds = self._rest(self.look)
-        self.fruitless += 1
-        return min(self.fruitless, self.budget.rounds)
-
-    def _timed_pause(self) -> int:
-        rests = self.by_clock.rests(self.active)
-        if rests:
             return rests
         self._look_up()
         self.vain = self.size == 1
         return RESTS if self.vain else 0
 
     def rests_on(self) -> bool:
-        return self.clocked and self.by_clock.rests_on(self.active)
+        return self.ruled and self.rule.rests_on(self.counting)
 
     def _knows(self, row: int) -> bool:
         return self.active[row] and len(self.unread[row]) <= LAG
 
     def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:
-        if self.clocked:
-            self.by_clock.ran(IN_VAIN if self.vain else 1, self.hosted)
+        if self.ruled:
+            self.rule.ran(IN_VAIN if self.vain else 1, self.hosted)
         self.vain = False
         self.promised, self.delivered = KEPT * self.promised, KEPT * self.delivered
         for row, (emitted, count) in enumerate(zip(tokens.tolist(), counts, strict=True)):
@@ -398,7 +382,7 @@ class NasdDrafter(HostDrafter):
         if self.tries:
             self.size = sorted(self.costs)[self.tried - 1]
         else:
-            costs = self.by_clock.behind_look_up() if self.clocked else self.costs
+            costs = self.rule.behind_look_up() if self.dear else self.costs
             self.size = best_size(growths, costs, self.trust)
         return growths
 
@@ -424,14 +408,10 @@ class NasdDrafter(HostDrafter):
     def update(self, digest: list[list[int]], steps: int) -> None:
         """Count the emitted tokens of the active rows up to their end tokens, and the target's likeliest ones."""
         gains = {row: accepted for row, (goes_on, accepted, *_) in enumerate(digest) if goes_on}
-        if self.clocked:
-            self.by_clock.ran(self.size, self.hosted, gains)
+        if self.ruled:
+            counted = {row: accepted for row, accepted in gains.items() if self.counting[row]}
+            self.rule.ran(self.size, self.hosted, counted)
         if gains and not self.tries:  # what a try accepts says nothing of a text
-            if not self.clocked:
-                price = self.prices[self.size]
-                self.budget.judge(sum(gains.values()) / len(gains), price)
-                self.budget.rounds = self._rest(price)
-                self.fruitless = 0
             self.promised = KEPT * self.promised + self.hoped
             self.delivered = KEPT * self.delivered + sum(gains.values())
         for row, (goes_on, accepted, *emitted) in enumerate(digest):

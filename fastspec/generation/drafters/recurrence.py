@@ -12,8 +12,9 @@ from fastspec.config import Cursor, Storage
 
 LENGTHS, STREAKS = 3, 8
 """Kinds of places: by the tokens of the known context, and by how many tokens before were foretold."""
-PRIOR = (0.1, 0.3, 0.6)
-"""Chances that a place's likeliest token comes, by the length of its context, before any was seen."""
+PRIOR, BEFORE = (0.1, 0.3, 0.8), 8.0
+"""Chances that a place's likeliest token comes, by the length of its context, before any was seen, and the tokens that
+each counts for beside those that were foretold."""
 TRUSTED, RENEWED = 16, 0.02
 """Places that a prior counts for, and the least weight of a further place."""
 LEARNT = 16
@@ -27,7 +28,7 @@ class Recurrence:
 
     def __init__(self, rows: int, most: int) -> None:
         self.most = most
-        self.chances = [chance for chance in PRIOR for _ in range(STREAKS)]
+        self.chances = [(BEFORE * chance + streak) / (BEFORE + streak) for chance in PRIOR for streak in range(STREAKS)]
         self.seen = [TRUSTED] * len(self.chances)
         self.cursors: list[Cursor | None] = [None] * rows
         """Places of the rows after their last token; None where that is not known yet."""

@@ -1,9 +1,9 @@
-"""Drafts of n-grams by the clock: which rounds of an open batch have some.
+"""Drafts of n-grams: which rounds have some.
 
 A round whose drafts come from the host waits for it, in all rows, and all rows score as many nodes. So there are drafts
-only where all rows together save more than that takes, as it was measured; the others are the rounds of plain decoding,
-each of which is launched before the one in front of it is read. Meanwhile every token says what drafts would have
-brought (`Recurrence`), so that nothing is tried in vain.
+only where all rows together save more than that takes; the others are the rounds of plain decoding, each of which is
+launched before the one in front of it is read. Meanwhile every token says what drafts would have brought
+(`Recurrence`), so that nothing is tried in vain. What rounds take is estimated, and measured where a clock may decide.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ from fastspec.generation.drafters.recurrence import Recurrence
 IN_VAIN = 0
 """Kind of a round without drafts that waited for a look-up, among `RoundTimes`; others are known by their nodes."""
 SEEN, UNSEEN = LEAST_TIMES + 2, 512
-"""Rounds without drafts that are run for their time, after so many with drafts, and at the start."""
+"""Rounds without drafts that are run for their time, and rounds with drafts between two such runs."""
+EARLY = 64
+"""Rounds with drafts of a call before the first of these; an open batch, which goes on, begins with them."""
 LEAST_TRIED, STALE = 2, 512
 """Rounds with drafts of a size before their time is known, and rounds without any after which it is no longer: what
 held rounds up may be over, and nothing else would tell."""
 RESTS = 2
 """Rounds without drafts at the least: the second is launched before the first is read."""
-GRANTED, SHARE, SAVED, OWED = 1.0, 0.01, 4.0, 16.0
-"""Target passes that drafts may lose at the start, those that every round without adds, how many there are at most, and
-how many rounds without have to bring back at most.
-"""
+GRANTED, SHARE, SAVED, OWED = (2.0, 1.0), 0.01, 4.0, 16.0
+"""Target passes that drafts may lose at the start, of one row and of several, of which each loses more; those that
+every round without adds, how many there are at most, and how many rounds without have to bring back at most."""
 SLACK = 1.0
 """Target passes at the most that a round is taken to cost beyond what is known of its kind: others may hold it up."""
-BEGINS = 1.3
-"""Tokens over cost that drafts have to promise for rounds without any to end."""
+BEGINS = 1.3, 1.5
+"""Tokens over cost that drafts have to promise for rounds without any to end, and in a call of several rows, where each
+round with drafts that fail costs more of what there is."""
 LEAST_HOPE = 0.1
 """Drafts of a row that have to be expected for prices to be looked at."""
 WATCHED = 8
@@ -44,22 +46,31 @@ class TimedDrafts:
     """Prices of rounds by their nodes, as measured, and what drafts may still lose.
 
     `costs` has those that are estimated, of the sizes of trees and of 1, and `prices` by how many target passes each is
-    more than a plain round; `look` is that of a look-up in vain. `most` is the longest draft.
+    more than a plain round; `look` is that of a look-up in vain, and `wait` that of one row's. `most` is the longest
+    draft.
     """
 
-    def __init__(self, costs: dict[int, float], prices: dict[int, float], look: float, rows: int, most: int) -> None:
-        self.costs, self.prices, self.look = costs, prices, look
+    def __init__(
+        self, costs: dict[int, float], prices: dict[int, float], look: float, wait: float, rows: int, most: int
+    ) -> None:
+        self.costs, self.prices, self.look, self.wait = costs, prices, look, wait
         self.sizes = [size for size in costs if size > 1]
         self.times, self.recurrence = RoundTimes(), Recurrence(rows, most)
         self.watched = range(0, rows, -(-rows // WATCHED))
-        self.left, self.unseen = GRANTED, 0
+        self.begins = BEGINS[0]
+        self.left, self.unseen = GRANTED[rows > 1], 0
         """Target passes that drafts may lose, and rounds with drafts before the time of those without is taken anew."""
         self.idle = 0
         """Rounds since the last one with drafts."""
         self.hosted = False
         """True where the host had a part in choosing the last round's tokens, which takes longer."""
-        self.waits, self.made = False, 0.0
-        """True where the next round has waited for the host, and the seconds that captures took before it."""
+        self.waits, self.made, self.timed = False, 0.0, False
+        """True where the next round has waited for the host; the seconds that captures took before it; and whether a
+        clock may decide."""
+
+    def begin_call(self) -> None:
+        """The rows are a call's, which all begin now."""
+        self.unseen, self.begins = EARLY, BEGINS[len(self.recurrence.cursors) > 1]
 
     def spent(self, kind: int) -> float | None:
         """Milliseconds of a round of this kind; None where too few have run."""
@@ -94,7 +105,7 @@ class TimedDrafts:
         made, self.made = self.made, SPENT.first_runs + SPENT.captures
         waited, self.waits = kind == 1 and self.waits, False
         told = None if waited or made != self.made else ~kind if hosted else kind
-        spent, plain = self.times.take(told), self.spent(1)
+        spent, plain = self.times.take(told) if self.timed else None, self.spent(1)
         self.unseen -= kind > 1
         self.idle = 0 if kind > 1 else self.idle + 1
         if self.idle == STALE:
@@ -104,7 +115,7 @@ class TimedDrafts:
         if kind == 1 and not waited:
             self.left = min(SAVED, self.left + SHARE)
             return
-        cost = self.price(kind if kind > 1 else IN_VAIN)
+        cost = self.wait if kind == 1 else self.price(kind)
         if spent is not None and plain is not None and made == self.made:
             cost = min(max(0.0, spent / plain - 1), cost + SLACK)
         gained = 0.0
@@ -113,17 +124,18 @@ class TimedDrafts:
             gained = sum(gains.values()) / len(gains) * (self.recurrence.counted_share(watched) if watched else 1.0)
         self.left = max(-OWED, min(SAVED, self.left + gained - cost))
 
-    def rests(self, going: Sequence[bool]) -> int:
-        """Rounds without drafts that come next, where rows go on or not; 0: there may be drafts."""
-        self.waits = True
-        if self.unseen <= 0:
+    def rests(self, going: Sequence[bool], timed: bool) -> int:
+        """Rounds without drafts that come next, where rows go on or not; 0: there may be drafts. `timed` says whether a
+        clock may decide."""
+        self.waits, self.timed = True, timed
+        if timed and self.unseen <= 0:
             self.unseen = UNSEEN
             return SEEN
         return 0 if self.left > 0 and self.pays(going) > 1 else RESTS
 
     def rests_on(self, going: Sequence[bool]) -> bool:
         """True where the round after the next one, which has none either, has no drafts."""
-        return self.left <= 0 or self.pays(going, following=True) < BEGINS
+        return self.left <= 0 or self.pays(going, following=True) < self.begins
 
     def pays(self, going: Sequence[bool], following: bool = False) -> float:
         """Tokens over cost that drafts are expected to bring now, or in the round after the next one without any; those

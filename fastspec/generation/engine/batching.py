@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,8 +15,15 @@ from fastspec.generation.tree import DraftTree
 from fastspec.generation.verify import Steps, measure, until_end
 from fastspec.kernels.verification.reference import NO_TOKEN
 
+Value = TypeVar("Value")
 ASYNCHRONOUS_AFTER = 8
 """Rounds of a call before its rounds are asynchronous: each is launched before the one in front of it is read."""
+
+
+def brought(waiting: Sequence[Value], places: Sequence[int]) -> list[Value]:
+    """What waits with those at these places in front; the others keep their order."""
+    taken = {*places}
+    return [*map(waiting.__getitem__, places), *(each for place, each in enumerate(waiting) if place not in taken)]
 
 
 class Wants(NamedTuple):
@@ -86,9 +93,14 @@ class Batch:
         """The free row that a prompt takes which begins with a prefix."""
         return self.free()[0]
 
-    def unlike(self, count: int) -> int:
-        """Number of waiting prompts, 1 to `count`, that begin like no row and like none of each other."""
-        return count
+    def unlike(self, places: Sequence[int]) -> int:
+        """Number of waiting prompts at these places of the queue, the first at the least, that begin like no row and
+        like none of each other."""
+        return len(places)
+
+    def bring(self, places: Sequence[int]) -> None:
+        """Let the waiting prompts at these places come first, in this order."""
+        self.waiting = brought(self.waiting, places)
 
     def give_away(self, row: int) -> None:
         """A free row is about to be written."""

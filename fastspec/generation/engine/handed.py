@@ -12,7 +12,7 @@ from fastspec.generation.drafters.given_text import GivenText, Transcript
 from fastspec.generation.engine.engine import Engine, TargetT
 from fastspec.generation.engine.open_batch import OpenBatch, Prompt
 from fastspec.generation.engine.own_rules import OwnRules
-from fastspec.generation.engine.rounds import Joining, Rounds, take
+from fastspec.generation.engine.rounds import AHEAD, Joining, Rounds, take
 from fastspec.generation.engine.verifier import ChoiceRule
 from fastspec.generation.stats import Stats
 
@@ -65,14 +65,15 @@ class VerifyingRounds(Rounds[TargetT]):
     goes to the row's drafter. Such prompts are read one by one."""
 
     batch: OpenBatch
+    frees_early = False  # an answer that ends while it is verified takes no row
     handed: HandedAnswer[TargetT] | None = None
     verifying: Engine[TargetT] | None = None
     """The engine of the target that prompts are read by, which stays the same."""
 
-    def _count_of_next(self, room: int | None) -> int:
-        if any(prompt.handed for prompt in islice(self.batch.queue, self.together)):
+    def _gather(self, room: int | None) -> int:
+        if any(prompt.handed for prompt in islice(self.batch.queue, AHEAD)):
             return 1
-        return super()._count_of_next(room)
+        return super()._gather(room)
 
     def _arrive(self, joining: Joining, first: tuple[Tensor, Tensor] | None) -> int:
         prompt = self.batch.prompts[joining.prompt]

@@ -15,7 +15,7 @@ from torch import Tensor
 from fastspec.errors import FastSpecError
 from fastspec.generation.constraint import Constraint
 from fastspec.generation.drafters.base import Process
-from fastspec.generation.engine.batching import Batch, Wants
+from fastspec.generation.engine.batching import Batch, Wants, brought
 from fastspec.generation.engine.call import Prefix, Request
 from fastspec.generation.engine.engine import Engine, TargetT
 from fastspec.generation.engine.prefix_cache import PrefixCache, begins, common_length
@@ -161,19 +161,22 @@ class OpenBatch(Batch):
     def row_for(self, prefix: Prefix) -> int:
         return self.prefixes.row_for(prefix, self._free())
 
-    def unlike(self, count: int) -> int:
+    def unlike(self, places: Sequence[int]) -> int:
         least = self.prefixes.least
         if least is None:
-            return count
+            return len(places)
         seen: dict[bytes, list[Tensor]] = {}
-        for place, text in enumerate(prompt.text for prompt in islice(self.queue, count)):
+        for count, text in enumerate(self.queue[place].text for place in places):
             alike = seen.setdefault(begins(text, least), [])
             if any(common_length(text, other) > least for other in alike):
-                return place
-            if place and self.prefixes.find(text) is not None:
-                return place
+                return count
+            if count and self.prefixes.find(text) is not None:
+                return count
             alike.append(text)
-        return count
+        return len(places)
+
+    def bring(self, places: Sequence[int]) -> None:
+        self.queue = deque(brought(self.queue, places))
 
     def give_away(self, row: int) -> None:
         self.prefixes.give_away(row)

@@ -147,7 +147,7 @@ class OwnRules(FedVerifier):
 
     def _uniform(self, rule: Rule, positions: Tensor) -> Tensor | None:
         """The numbers of these positions, where the rule draws."""
-        return uniform_at(torch.tensor(rule.seed, device=positions.device), positions) if rule.sample else None
+        return uniform_at(positions.new_full((), rule.seed), positions) if rule.sample else None
 
 
 class MixedRules(OwnRules):

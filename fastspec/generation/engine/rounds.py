@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Generic, TypeAlias
+from typing import ClassVar, Generic, TypeAlias
 
 import torch
 from torch import Tensor
 
-from fastspec.generation.capture import SPENT, padded_width
+from fastspec.generation.capture import SPENT, padded_width, padded_widths
 from fastspec.generation.drafters.base import Drafter, MixingDrafter
 from fastspec.generation.drafters.given_text import Transcript
 from fastspec.generation.engine.batching import Batch
@@ -25,6 +25,10 @@ TOGETHER = 8
 """Prompts at most that one pass reads."""
 TOGETHER_TOKENS = 1024
 """Tokens of such a pass at most, padding counted."""
+AHEAD = 64
+"""Prompts that wait among which a pass finds those of like lengths."""
+PADDING = 64
+"""Tokens that a pass may be padded with for each prompt beside the first, whose own pass it saves."""
 ROWS_FOR_ONE = 16
 """A call whose prompts nobody waits for lets one row in so many stand idle, until prompts can be read together."""
 
@@ -36,10 +40,8 @@ def groups(together: int) -> Iterator[tuple[int, int]]:
     """Numbers of prompts that one pass reads, up to `together`, with the tokens that they are padded to."""
     count = 2
     while count <= together:
-        width = padded_width(1)
-        while count * width <= TOGETHER_TOKENS:
+        for width in padded_widths(TOGETHER_TOKENS // count):
             yield count, width
-            width *= 2
         count *= 2
 
 
@@ -68,7 +70,7 @@ class Joining:
     def read(self, most: int) -> None:
         """Read so many of the tokens."""
         part = self.ids[:, self.done : self.done + most]
-        self.logits, features = self.target.prefill(part, torch.tensor([part.shape[1]], device=part.device))
+        self.logits, features = self.target.prefill(part, part.new_full((1,), part.shape[1]))  # waits for nothing
         self.done += part.shape[1]
         if self.drafter is not None:
             self.features.append(features)
@@ -83,7 +85,7 @@ class Joining:
     def begin(self, verifier: Verifier, first: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """Begin behind the whole prompt -> its first new token [1], NO_TOKEN where there is none, and the processed
         scores [1, V]: `first`, where they are known."""
-        text = self.ids, torch.tensor([self.done], device=self.ids.device)
+        text = self.ids, self.ids.new_full((1,), self.done)
         root, scores = first or verifier.joined(self.logits, text, self.prompt, self.drafter)
         if self.drafter is not None:
             features = self.features[0] if len(self.features) == 1 else torch.cat(self.features, 1)
@@ -104,6 +106,9 @@ class Rounds(Generic[TargetT]):
     Where passes are captured, up to `together` short prompts are read in one, since each pass takes the host some time,
     however short.
     """
+
+    frees_early: ClassVar[bool] = True
+    """True where a row's text is given away before its next prompt's last pass: that may wait for the device."""
 
     def __init__(
         self,
@@ -176,19 +181,31 @@ class Rounds(Generic[TargetT]):
             self.engine.settle()  # a row that runs may have what is read
             row = batch.row_for(prefix)
             return self._read_alone((row, *batch.next(row)), room, prefix=prefix)
-        rows = batch.free()[: self._count_of_next(room)]
+        rows = batch.free()[: self._gather(room)]
         taken = [(row, *batch.next(row)) for row in rows]
         return self._read_alone(taken[0], room) if len(taken) == 1 else self._read_together(taken)
 
-    def _count_of_next(self, room: int | None) -> int:
-        """Number of waiting prompts that one pass reads: a power of two, since each number has its graphs."""
-        most = self.together if self.batch.reads_together else 1
-        most = min(most, len(self.batch.free()))
-        lengths = self.batch.ahead(self.batch.unlike(most) if most > 1 else most)
-        most = TOGETHER_TOKENS if room is None else min(room, TOGETHER_TOKENS)
-        count = 1 << (len(lengths).bit_length() - 1)
-        while count > 1 and count * padded_width(max(lengths[:count])) > most:
+    def _gather(self, room: int | None) -> int:
+        """Let the prompts that the next pass reads come first -> their number, a power of two, since each has its
+        graphs. With the one that waits longest go those of the nearest widths, narrower ones before wider ones."""
+        most = min(self.together if self.batch.reads_together else 1, len(self.batch.free()))
+        if most == 1:
+            return 1
+        widths = [padded_width(length) for length in self.batch.ahead(AHEAD)]
+        own = widths[0]
+        others = sorted(range(1, len(widths)), key=lambda place: (widths[place] > own, abs(widths[place] - own)))
+        places = [0, *others[: most - 1]]
+        places = places[: self.batch.unlike(places)]
+        tokens = TOGETHER_TOKENS if room is None else min(room, TOGETHER_TOKENS)
+        count = 1 << (len(places).bit_length() - 1)
+        while count > 1:
+            taken = [widths[place] for place in places[:count]]
+            whole = count * max(taken)
+            if whole <= tokens and whole - sum(taken) <= PADDING * (count - 1):
+                break
             count //= 2
+        if places[:count] != [*range(count)]:
+            self.batch.bring(places[:count])
         return count
 
     def _read_alone(
@@ -203,6 +220,8 @@ class Rounds(Generic[TargetT]):
         try:
             joining = self.joining = self.joining or Joining(*waiting, *self.entry(1), prefix)
             count = joining.left if room is None else min(room, joining.left)
+            if self.frees_early and count == joining.left:
+                self.batch.give_away(joining.row)
             if count:
                 joining.read(count)
             if not joining.left:
@@ -228,6 +247,8 @@ class Rounds(Generic[TargetT]):
         device = taken[0][2].device
         counts = torch.tensor([ids.shape[1] for _, _, ids in taken], device=device)
         ids = torch.nn.utils.rnn.pad_sequence([ids[0] for _, _, ids in taken], batch_first=True)
+        for row, _, _ in taken:
+            self.batch.give_away(row)
         try:
             target, drafter = self.entry(len(taken))
             logits, features = target.prefill(ids, counts)
@@ -244,14 +265,19 @@ class Rounds(Generic[TargetT]):
                 return self._one_by_one(
                     [pair for pair in zip(taken, firsts, strict=True) if pair[1] is not None], error
                 )
-        tokens = roots.tolist()
+        seats = []
         for place, ((row, prompt, own), first) in enumerate(zip(taken, firsts, strict=True)):
             if first is None:
                 continue
             try:
-                self.batch.give_away(row)
                 self.engine.admit(row, target, drafter, first[0], own.shape[1], place)
-                self._seat(row, prompt, own.shape[1], tokens[place : place + 1], first[1], logits[place : place + 1])
+                seats.append((place, row, prompt, own.shape[1], first[1]))
+            except Exception as error:
+                self.batch.refuse(prompt, error)
+        tokens = roots.tolist()  # waits for the device, which has all of the rows by now
+        for place, row, prompt, count, scores in seats:
+            try:
+                self._seat(row, prompt, count, tokens[place : place + 1], scores, logits[place : place + 1])
             except Exception as error:
                 self.batch.refuse(prompt, error)
         return ids.numel()

@@ -9,7 +9,7 @@ import torch
 
 from fastspec.errors import Unsupported
 from fastspec.generation.capture import SPENT
-from fastspec.generation.drafters.base import Drafter, Process, adopt
+from fastspec.generation.drafters.base import Drafter, HostDrafter, Process, adopt
 from fastspec.generation.drafters.dynamic_tree import SizedDecoding
 from fastspec.generation.drafters.given_text import CHUNKS
 from fastspec.generation.engine.engine import Engine
@@ -146,6 +146,9 @@ def _drafter(plan: Plan, rows: int, process: Process | None) -> Drafter | None:
     drafter = adopt(drafter, may_draw=process is not None)
     if drafter is not None:
         drafter.ends = plan.request.ends
+    if isinstance(drafter, HostDrafter):
+        drafter.timed = plan.ops.exact and not plan.processing.sample and plan.ranks is None
+        drafter.ends_at_once = plan.request.rows is None
     return drafter
 
 
