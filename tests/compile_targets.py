@@ -334,14 +334,14 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
             )
             yield (
                 f"stored parts of {kind}, {rows} rows",
-                lambda n=rows, w=weight: quantised.linear_parts(few(1, n, inner), w, None),
+                lambda n=rows, w=weight: quantised.linear_parts(few(1, n, inner), [w], [None]),
             )
             if rows == 1:
                 yield f"dequantised {kind}", lambda w=weight: quantised.dequantised(w, dtype)
             if rows == 61:
                 yield (
                     f"stored parts of {kind}, 128 rows",
-                    lambda w=weight: quantised.linear_parts(few(1, 128, inner), w, None),
+                    lambda w=weight: quantised.linear_parts(few(1, 128, inner), [w], [None]),
                 )
                 yield (
                     f"stored gate and up of {kind}, 128 rows",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -381,15 +381,19 @@ class StoredLinears:
     layers: tuple[StoredLayer, ...]
     kind: Activation | None = None
     parts: bool = False
-    """True where the result goes to a norm, which takes the parts of a product."""
+    """True where the result goes to a norm or to `rope_cache`, which take the parts of a product."""
 
     def __call__(self, x: Tensor) -> Any:
-        if self.parts and self.ops.stored_parts is not None:
-            (one,) = self.layers
-            return self.ops.stored_parts(x, one.weight, one.bias)
-        assert self.ops.stored_linears is not None  # who makes one sees to it
         weights, biases = zip(*((each.weight, each.bias) for each in self.layers), strict=True)
+        if self.parts and self.ops.stored_parts is not None:
+            return self.ops.stored_parts(x, weights, biases)
+        assert self.ops.stored_linears is not None  # who makes one sees to it
         return self.ops.stored_linears(x, weights, biases, self.kind)
+
+
+def for_heads(qkv: Product) -> Product:
+    """A product of queries, keys and values, which leaves its parts to `rope_cache` where its weights are stored."""
+    return replace(qkv, parts=True) if isinstance(qkv, StoredLinears) else qkv
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ class Ops:
     stored_linears: Callable[..., Tensor] | None = None
     """`linears` of weights as a quantiser stored them; None leaves these layers to their own forward."""
     stored_parts: Callable[..., Tensor | Parts] | None = None
-    """`linear_parts` of such a weight. None: `stored_linears`."""
+    """`stored_linears` where a norm or `rope_cache` follows: it may give the parts of its sums. None: the former."""
     stored_experts: Callable[..., Tensor] | None = None
     """`experts` of weights as stored; None leaves them to the model's own module."""
     most_children: int | None = None

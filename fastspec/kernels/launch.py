@@ -56,6 +56,13 @@ def dependent(device: torch.device) -> dict[str, Any]:
     return {"PDL": True, "launch_pdl": True} if PDL and _capable(device) else {"PDL": False}
 
 
+def spread(device: torch.device) -> dict[str, Any]:
+    """`dependent` of a launch that begins when the kernel before has ended, and is spread over all multiprocessors:
+    programs that compute for long and wait for a product crowd those where its first programs end."""
+    given = dependent(device)
+    return given | {"launch_pdl": False} if given["PDL"] else given
+
+
 @lru_cache
 def _capability(device: torch.device) -> tuple[int, int]:
     """A CUDA device's compute capability, (0, 0) of others and where kernels run as on any."""

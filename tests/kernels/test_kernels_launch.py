@@ -54,13 +54,14 @@ BY_ROWS = [f"if EARLY:\n    {RELEASE}", WAIT, f"if not EARLY:\n    {RELEASE}"]
 @pytest.mark.skipif(ON_GPU, reason="the interpreter is off where there is a CUDA device")
 def test_the_interpreter_launches_one_after_the_other():
     for device in ("cpu", "cuda:0"):
-        assert launch.dependent(torch.device(device)) == {"PDL": False}
+        assert launch.dependent(torch.device(device)) == launch.spread(torch.device(device)) == {"PDL": False}
 
 
 @ON_CUDA
 def test_hopper_launches_dependents_while_the_switch_is_on(device, monkeypatch):
     able = torch.cuda.get_device_capability() >= (9, 0) and not launch.PORTABLE
     assert launch.dependent(torch.device(device)) == ({"PDL": True, "launch_pdl": True} if able else {"PDL": False})
+    assert launch.spread(torch.device(device)) == ({"PDL": True, "launch_pdl": False} if able else {"PDL": False})
     monkeypatch.setattr(launch, "PDL", False)
     assert launch.dependent(torch.device(device)) == {"PDL": False}
 

@@ -16,6 +16,7 @@ from fastspec.kernels.layer import reference as layer_reference
 from fastspec.kernels.layer.norms import rms_norm
 from fastspec.kernels.layer.rope_cache import rope_cache
 from fastspec.kernels.linear import reference as linear_reference
+from fastspec.kernels.linear.reference import Parts
 from fastspec.kernels.linear.swiglu import swiglu
 
 CPU = pytest.param(
@@ -160,10 +161,11 @@ NODES = {"cpu": [1, 3], "cuda": [1, 7, 61, 65]}
     owns=st.sampled_from([True, True, False]),
     interleaved=st.booleans(),
     scaled=st.booleans(),
+    summands=st.sampled_from([0, 0, 2, 3, 4]),
 )
 @DRAWN
 def test_rope_cache(
-    device, data, seed, part, norm, batch, offset, norms_values, ties_values, owns, interleaved, scaled
+    device, data, seed, part, norm, batch, offset, norms_values, ties_values, owns, interleaved, scaled, summands
 ):
     generator = torch.Generator().manual_seed(seed)
     dtype, table_dtype = drawn(data, device, DTYPES), drawn(data, device, DTYPES)
@@ -174,6 +176,8 @@ def test_rope_cache(
     slots_total, half = 2 * nodes + 3, max(1, int(size * part) // 2)
     width, pad = (q_heads + (1 if ties_values else 2) * kv_heads) * size, data.draw(st.sampled_from([0, 5, 16]))
     qkv = strided(normal(generator, batch, nodes, width, dtype=dtype, device=device), pad)
+    if summands:
+        qkv = Parts(normal(generator, summands, batch, nodes, width, dtype=torch.float32, device=device), dtype)
     angles = torch.rand(50, half, generator=generator) * 6.3
     cos, sin = angles.cos().to(table_dtype).to(device), angles.sin().to(table_dtype).to(device)
     positions = torch.randint(50, (batch, nodes), generator=generator).to(device)

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from fastspec.generation.tree import TokenTree
 from fastspec.kernels.layer.reference import gate_heads as plain_gate_heads
+from fastspec.kernels.linear.reference import Parts
 from fastspec.kernels.recurrent import reference
 from fastspec.kernels.recurrent.reference import DecayRates
 
@@ -253,7 +254,8 @@ def test_gates(device: str, dtype: torch.dtype, heads: int, size: int, nodes: in
     weight = torch.randn(size, generator=draw).to(dtype).to(device)
     gate = wide[..., : heads * size].unflatten(-1, (heads, size))
     close(norms.gated_norm(x, gate, weight, 1e-6), reference.gated_norm(x, gate, weight, 1e-6), dtype)
-    close(norms.gate_heads(x, wide), plain_gate_heads(x, wide), dtype)
+    for product in (wide, *(Parts(torch.randn(s, *wide.shape, generator=draw).to(device), dtype) for s in (2, 4))):
+        close(norms.gate_heads(x, product), plain_gate_heads(x, product), dtype)
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="compiled kernels take no CPU tensors")
@@ -275,3 +277,7 @@ def test_what_the_kernels_do_not_accept() -> None:
         conv.tree_conv(case.mixed, torch.randn(3, 4), torch.randn(2, 4, 80), None)
     with pytest.raises(ValueError, match="qkv is"):
         norms.gate_heads(torch.randn(2, 5, 2, 4), torch.randn(2, 5, 15))
+    with pytest.raises(ValueError, match="qkv's parts is"):
+        norms.gate_heads(torch.randn(2, 5, 2, 4), Parts(torch.randn(2, 2, 5, 15).half(), torch.float32))
+    with pytest.raises(ValueError, match=r"rounded to torch\.float16; accepted is torch\.float32"):
+        norms.gate_heads(torch.randn(2, 5, 2, 4), Parts(torch.randn(2, 2, 5, 16), torch.float16))

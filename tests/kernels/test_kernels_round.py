@@ -143,9 +143,13 @@ SIZES = st.sampled_from([1, 7, 64, 65, 130])
 
 
 @EVERYWHERE
-@given(ROWS, PATHS, NODES, SIZES, DTYPES, st.booleans(), st.sampled_from([None, torch.float32, torch.float16]), SEEDS)
+@given(
+    *(ROWS, PATHS, NODES, SIZES, DTYPES, st.booleans(), st.sampled_from([None, torch.float32, torch.float16])),
+    st.booleans(),
+    SEEDS,
+)
 @DRAWN
-def test_path_pairs(device, rows, steps, nodes, size, dtype, apart, kept, seed):
+def test_path_pairs(device, rows, steps, nodes, size, dtype, apart, kept, hears, seed):
     drawn = Round(device, rows, steps, nodes, apart, seed)
     features = torch.randn(rows, nodes, size + 3 * apart, generator=drawn.generator).to(device, dtype)[..., :size]
     verdict = drawn.path, drawn.accepted, drawn.bonus, drawn.active
@@ -156,12 +160,16 @@ def test_path_pairs(device, rows, steps, nodes, size, dtype, apart, kept, seed):
     )
     root, given_root = drawn.root.clone(), drawn.root.tolist()
     copies = None if outs is None else tuple(x.clone() for x in outs)
-    wanted = drafting_reference.path_pairs(features, *verdict, root, drawn.lengths, copies)
+    tokens, counted = drawn.whole((rows, steps), 5), torch.full((5,), 3, device=device)  # few, so that some are equal
+    heard, known = ((tokens, each, 1024) if hears else None for each in (counted, counted.clone()))
+    wanted = drafting_reference.path_pairs(features, *verdict, root, drawn.lengths, copies, known)
     with poisoned(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(drafting_pairs, "PAIR_BLOCK", 64)
-        got = path_pairs(features, *verdict, drawn.root, drawn.lengths, outs)
+        got = path_pairs(features, *verdict, drawn.root, drawn.lengths, outs, heard)
     for a, b in zip((*got, drawn.root), (*wanted, root), strict=True):
         same(a, b)
+    if heard is not None and known is not None:
+        same(heard[1], known[1])
     if outs is not None:
         assert got[0] is outs[0] and got[1] is outs[1]
     for row in range(rows):  # the reference itself
@@ -170,6 +178,8 @@ def test_path_pairs(device, rows, steps, nodes, size, dtype, apart, kept, seed):
         assert int(wanted[1][row]) == (int(drawn.accepted[row]) + 1 if active else 0)
         assert wanted[2][row].tolist() == [int(drawn.lengths[row]) + i for i in range(steps)]
         assert int(root[row]) == (int(drawn.bonus[row]) if active else given_root[row])
+    real = [token for row in range(rows) for token in tokens[row, : int(wanted[1][row])].tolist()]
+    assert known is None or known[1].tolist() == [3 + 1024 * real.count(token) for token in range(5)]
 
 
 @EVERYWHERE

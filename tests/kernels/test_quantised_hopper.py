@@ -70,7 +70,7 @@ def test_every_way_gives_the_same_bits(layout, channels, depth, parts, dtype):
         for part in (slice(0, rows), slice(len(x) - rows, None)):
             assert torch.equal(kernel.linear(x[part], weight, None), whole[part]), rows
             assert torch.equal(kernel.linear(x[part], weight, bias), biased[part]), rows
-            found = kernel.linear_parts(x[part], weight, None)
+            found = kernel.linear_parts(x[part], (weight,), (None,))
             left += isinstance(found, Parts)
             assert torch.equal(joined(found), whole[part]), rows
     assert (left > 0) == (parts > 1)
@@ -95,6 +95,9 @@ def test_a_gate_and_weights_side_by_side(layout, dtype, kind):
     for rows in ROWS:
         assert torch.equal(kernel.linears(x[:rows], (gate, up), (bias, bias), kind), whole[:rows])
         assert torch.equal(kernel.linears(x[-rows:], three, [None] * 3), beside[-rows:])
+        found = kernel.linear_parts(x[-rows:], three, [None] * 3)
+        assert isinstance(found, Parts) == (4 < rows <= 32) and torch.equal(joined(found), beside[-rows:])
+        assert isinstance(kernel.linear_parts(x[-rows:], three, [bias, None, None]), torch.Tensor)
         assert torch.equal(kernel.linears(x[-rows:, :640], wide, [None] * 3), undivided[-rows:])
 
 
@@ -119,10 +122,10 @@ def test_a_product_has_the_same_bits_each_time(layout, rows):
     with torch.device("cuda"):
         gate, up, down = (LAYOUTS[layout](*shape, torch.bfloat16)[0] for shape in [(4096, 4096)] * 2 + [(1024, 8192)])
         x, wide = torch.randn(rows, 4096).bfloat16(), torch.randn(rows, 8192).bfloat16()
-    first = kernel.linears(x, (gate, up), (None, None), SILU), joined(kernel.linear_parts(wide, down, None))
+    first = kernel.linears(x, (gate, up), (None, None), SILU), joined(kernel.linear_parts(wide, (down,), (None,)))
     for _ in range(50):
         assert torch.equal(kernel.linears(x, (gate, up), (None, None), SILU), first[0])
-        assert torch.equal(joined(kernel.linear_parts(wide, down, None)), first[1])
+        assert torch.equal(joined(kernel.linear_parts(wide, (down,), (None,))), first[1])
 
 
 @pytest.mark.parametrize("wider", [8, 64])

@@ -23,7 +23,7 @@ from fastspec.generation.decoder_layer import FULL_LAYOUT, LayoutKey, Nodes, Rot
 from fastspec.generation.drafters.base import Drafter, Place, Process, RootsOnly, Traits
 from fastspec.generation.drafters.dynamic_tree import TreeGrowth, refuse_wide
 from fastspec.generation.drafters.head_program import Cut, program_of
-from fastspec.generation.heads.bound import BoundHead, follow
+from fastspec.generation.heads.bound import ONCE, BoundHead, follow
 from fastspec.generation.layer_state import FullAttentionState
 from fastspec.generation.ops import Ops
 from fastspec.generation.sequence_state import SequenceState
@@ -155,18 +155,22 @@ class HeadDrafter(Drafter):
         self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int
     ) -> None:
         """Feed the accepted path's pairs with the target's features [B, N, F]; rows that are not active stay put."""
-        taken, counts, steps = self._pairs(features, verdict, active)
-        tokens = verdict.tokens(tree)
-        if self.head.derived.vocabulary is not None:
-            self.head.derived.vocabulary.count(tokens, counts)
+        tokens, vocabulary = verdict.tokens(tree), self.head.derived.vocabulary
+        heard = None if vocabulary is None else (tokens, vocabulary.counts, ONCE)
+        taken, counts, steps = self._pairs(features, verdict, active, heard=heard)
         self._extend(tokens, taken, counts, self.reserve(extent) + self.max_path, steps)
 
     def _pairs(
-        self, features: Tensor, verdict: Verdict, active: Tensor, out: tuple[Tensor, Tensor] | None = None
+        self,
+        features: Tensor,
+        verdict: Verdict,
+        active: Tensor,
+        out: tuple[Tensor, Tensor] | None = None,
+        heard: tuple[Tensor, Tensor, int] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`Ops.path_pairs` of a verdict, whose bonus token becomes the root of the next tree."""
         path = verdict.path, verdict.accepted, verdict.bonus, active
-        return self.ops.path_pairs(features, *path, self.root, self.state.lengths, out)
+        return self.ops.path_pairs(features, *path, self.root, self.state.lengths, out, heard)
 
     def _feed(self, tokens: Tensor, features: Tensor, counts: Tensor, extent: int | None = None) -> None:
         """`_extend` of a text that is drafted for after its last pair alone: of the others a head of one layer writes

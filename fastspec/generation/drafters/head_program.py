@@ -22,6 +22,8 @@ from fastspec.generation.decoder_layer import (
     Product,
     RmsNorm,
     StoredLinears,
+    Summed,
+    for_heads,
     gated,
     is_plain,
     joint,
@@ -211,7 +213,9 @@ class HeadProgram:
                 index,
                 scale=config.head_dim**-0.5,
                 eps=config.rms_norm_eps,
-                qkv=self._product((attn.q_proj, attn.k_proj, attn.v_proj)) if cut is None else cut.qkv(index, ops),
+                qkv=for_heads(self._product((attn.q_proj, attn.k_proj, attn.v_proj)))
+                if cut is None
+                else cut.qkv(index, ops),
                 out=self._product((attn.o_proj,), parts=True) if cut is None else cut.out(index, ops),
                 q_norm=None if attn.q_norm is None else attn.q_norm.weight,
                 k_norm=None if attn.k_norm is None else attn.k_norm.weight,
@@ -340,6 +344,7 @@ class MtpProgram(HeadProgram):
         assert bound.binding.family is not None  # who makes such a head sees to it
         self.family: LayerFamily = bound.binding.family
         super().__init__(bound, ops, state, cut)
+        self.fc = self._product((self.head.fc,), parts=True)
         self.token_norm, self.state_norm = self._norm(self.head.token_norm), self._norm(self.head.state_norm)
 
     def _pack(self) -> None:
@@ -374,9 +379,12 @@ class MtpProgram(HeadProgram):
 
     def _first(self, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """A joined input x [B, T, 2 * H], fused and normed, and the residual."""
-        total = self.fc(x)
+        fused: Summed = self.fc(x)
         norm = self.layers[0].input_norm
-        return (total, total) if norm is None else norm(total)
+        if norm is not None:
+            return norm(fused)
+        total = joined(fused)
+        return total, total
 
 
 def program_of(bound: BoundHead, ops: Ops, state: FullAttentionState, cut: Cut | None) -> HeadProgram:

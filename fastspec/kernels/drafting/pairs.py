@@ -16,10 +16,21 @@ from fastspec.kernels.arguments import CONTIGUOUS, PACKED, expect, strides
 from fastspec.kernels.launch import dependent, wait_for_previous
 
 PAIR_BLOCK = 2048  # channels that a program copies
-STRIDES = ["s_path_b", "s_path_p", "s_accepted", "s_bonus", "s_active", "s_root", "s_lengths", "s_counts"]
+STRIDES = [
+    "s_tokens_b",
+    "s_tokens_p",
+    "s_path_b",
+    "s_path_p",
+    "s_accepted",
+    "s_bonus",
+    "s_active",
+    "s_root",
+    "s_lengths",
+    "s_counts",
+]
 
 
-@triton.jit(do_not_specialize=["steps", *STRIDES])
+@triton.jit(do_not_specialize=["unit", "steps", *STRIDES])
 def _path_pairs_kernel(
     p_features,
     p_path,
@@ -28,11 +39,16 @@ def _path_pairs_kernel(
     p_active,
     p_root,
     p_lengths,
+    p_tokens,
     p_out,
     p_counts,
     p_slots,
+    p_occurrences,
+    unit,
     steps,
     size,
+    s_tokens_b,
+    s_tokens_p,
     s_features_b,
     s_features_n,
     s_path_b,
@@ -44,9 +60,11 @@ def _path_pairs_kernel(
     s_lengths,
     s_counts,
     BF: tl.constexpr,
+    HEARD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A part of one node's features; a node's first part writes its slot, a row's first what there is once."""
+    """A part of one node's features; a node's first part writes its slot, a row's first what there is once. With HEARD
+    a node's first part counts its token."""
     wait_for_previous(PDL)
     part, place, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     node = tl.load(p_path + row * s_path_b + place * s_path_p)
@@ -56,9 +74,13 @@ def _path_pairs_kernel(
     tl.store(p_out + (row * steps + place) * size + o_f, b_x, mask=m_f)
     if part == 0:
         tl.store(p_slots + row * steps + place, tl.load(p_lengths + row * s_lengths) + place)
+        active = tl.load(p_active + row * s_active) != 0
+        count = tl.where(active, tl.load(p_accepted + row * s_accepted) + 1, 0)
+        if HEARD:
+            token = tl.load(p_tokens + row * s_tokens_b + place * s_tokens_p)
+            tl.atomic_add(p_occurrences + token, tl.cast(unit, tl.int64), mask=place < count, sem="relaxed")
         if place == 0:
-            active = tl.load(p_active + row * s_active) != 0
-            tl.store(p_counts + row * s_counts, tl.where(active, tl.load(p_accepted + row * s_accepted) + 1, 0))
+            tl.store(p_counts + row * s_counts, count)
             tl.store(p_root + row * s_root, tl.load(p_bonus + row * s_bonus), mask=active)
 
 
@@ -71,11 +93,13 @@ def path_pairs(
     root: Tensor,
     lengths: Tensor,
     out: tuple[Tensor, Tensor] | None = None,
+    heard: tuple[Tensor, Tensor, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`reference.path_pairs`: features [B, N, F] with a contiguous last dimension, path [B, P], accepted, bonus, root,
     lengths [B] int64 and active [B] bool, of any strides -> features [B, P, F], counts [B] and slots [B, P].
 
-    `out` is where features, contiguous and of any floating dtype, and counts are written.
+    `out` is where features, contiguous and of any floating dtype, and counts are written. `heard`: tokens [B, P] int64
+    of any strides, which must be below V, and occurrences [V] int64, contiguous.
     """
     (batch, steps), size = path.shape, features.shape[2]
     taken, counts = (features.new_empty(batch, steps, size), path.new_empty(batch)) if out is None else out
@@ -84,12 +108,26 @@ def path_pairs(
     expect("path_pairs", (batch,), torch.bool, active=active)
     expect("path_pairs", (batch, "N", size), None, PACKED, features=features)
     expect("path_pairs", (batch, steps, size), None, CONTIGUOUS, out=taken)
+    tokens, occurrences, unit = (path, counts, 0) if heard is None else heard
+    if heard is not None:
+        expect("path_pairs", path.shape, torch.int64, tokens=tokens)
+        expect("path_pairs", ("V",), torch.int64, CONTIGUOUS, occurrences=occurrences)
     slots = torch.empty(batch, steps, dtype=torch.int64, device=path.device)
     if batch > 0:
-        read = features, path, accepted, bonus, active.view(torch.uint8), root, lengths
-        apart = *strides(2, features, path), *strides(1, accepted, bonus, active, root, lengths, counts)
+        read = features, path, accepted, bonus, active.view(torch.uint8), root, lengths, tokens
+        written = taken, counts, slots, occurrences
+        apart = *strides(2, tokens, features, path), *strides(1, accepted, bonus, active, root, lengths, counts)
         _path_pairs_kernel[(max(1, triton.cdiv(size, PAIR_BLOCK)), steps, batch)](
-            *read, taken, counts, slots, steps, size, *apart, PAIR_BLOCK, num_warps=4, **dependent(path.device)
+            *read,
+            *written,
+            unit,
+            steps,
+            size,
+            *apart,
+            PAIR_BLOCK,
+            heard is not None,
+            num_warps=4,
+            **dependent(path.device),
         )
     return taken, counts, slots
 

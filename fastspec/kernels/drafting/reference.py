@@ -185,16 +185,22 @@ def path_pairs(
     root: Tensor,
     lengths: Tensor,
     out: tuple[Tensor, Tensor] | None = None,
+    heard: tuple[Tensor, Tensor, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Pairs that a head is fed of a verdict beside its tokens: the features [B, N, F] of the nodes of path [B, P] ->
     [B, P, F], how many of them count [B], accepted [B] + 1 where active [B] bool and else 0, and their slots [B, P]
     behind lengths [B].
 
-    root [B] becomes bonus [B] where active. `out` receives the features and the counts where it is given.
+    root [B] becomes bonus [B] where active. `out` receives the features and the counts where it is given. `heard` are
+    tokens [B, P], occurrences [V] of all tokens, and what those of the pairs that count add to them each.
     """
     taken, counts = features[torch.arange(len(path), device=path.device)[:, None], path], (accepted + 1) * active
     root.copy_(torch.where(active, bonus, root))
-    slots = lengths[:, None] + torch.arange(path.shape[1], device=path.device)
+    places = torch.arange(path.shape[1], device=path.device)
+    slots = lengths[:, None] + places
+    if heard is not None:
+        tokens, occurrences, unit = heard
+        occurrences.index_add_(0, tokens.flatten(), (places < counts[:, None]).flatten() * unit)
     return (taken, counts, slots) if out is None else (out[0].copy_(taken), out[1].copy_(counts), slots)
 
 

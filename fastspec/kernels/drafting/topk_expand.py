@@ -18,7 +18,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastspec.kernels.arguments import CONTIGUOUS, PACKED, expect
 from fastspec.kernels.drafting.reference import Candidates
-from fastspec.kernels.launch import dependent, has_descriptors, prefetch, prefetched, stages_within, wait_for_previous
+from fastspec.kernels.launch import (
+    dependent,
+    has_descriptors,
+    prefetch,
+    prefetched,
+    spread,
+    stages_within,
+    wait_for_previous,
+)
 
 EMPTY = tl.constexpr(-(2**63))  # below every key
 MAX_COUNT = 64
@@ -302,7 +310,8 @@ def topk_expand(
     grid, pdl, tops = (triton.cdiv(rows, block), tiles), dependent(device), (keys, peak, mass, arrived)
     strides = (hidden.stride(0), hidden.stride(1))
     if weight is None:
-        _logits_kernel[grid](hidden, *tops, rows, nodes, vocab, tiles, *strides, count, tile, num_warps=warps, **pdl)
+        counts = rows, nodes, vocab, tiles
+        _logits_kernel[grid](hidden, *tops, *counts, *strides, count, tile, num_warps=warps, **spread(device))
     else:
         # what a tensor descriptor asks for
         lined_up = (weight.data_ptr() | weight.stride(0) * weight.element_size()) % 16 == 0

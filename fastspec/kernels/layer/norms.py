@@ -11,6 +11,9 @@ R rows of D channels, whose gates lie in wider rows of a product.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,19 +26,31 @@ MAX_SIZE = 32768
 
 
 @triton.jit
-def summed(p_parts, row, rows, o_n, m_n, N: tl.constexpr, S: tl.constexpr):
-    """One row of a product from its parts [S, R, N] fp32, in the order that `Parts` gives."""
-    total = tl.zeros(o_n.shape, tl.float32)
-    later = tl.zeros(o_n.shape, tl.float32)
+def added(p, m, stride, S: tl.constexpr):
+    """The sums of S parts fp32 that lie stride (int64) apart, the first of them at p, in the order that `Parts`
+    gives."""
+    total = tl.zeros(m.shape, tl.float32)
+    later = tl.zeros(m.shape, tl.float32)
     for part in tl.static_range(S):
-        b_part = tl.load(
-            p_parts + tl.cast(part * rows + row, tl.int64) * N + o_n, mask=m_n, other=0.0, cache_modifier=".cg"
-        )
+        b_part = tl.load(p + part * stride, mask=m, other=0.0, cache_modifier=".cg")
         if S == 4 and part > 1:
             later += b_part
         else:
             total += b_part
     return total + later if S == 4 else total
+
+
+@triton.jit
+def summed(p_parts, row, rows, o_n, m_n, N: tl.constexpr, S: tl.constexpr):
+    """One row of a product from its parts [S, R, N] fp32."""
+    return added(p_parts + tl.cast(row, tl.int64) * N + o_n, m_n, tl.cast(rows, tl.int64) * N, S)
+
+
+@triton.jit
+def whole(p, m, stride, DTYPE: tl.constexpr, S: tl.constexpr):
+    """The values at p, or with S their sums as in `added`, rounded to DTYPE."""
+    b_out = added(p, m, stride, S).to(DTYPE) if S > 0 else tl.load(p, mask=m, other=0.0)
+    return b_out
 
 
 @triton.jit
@@ -237,12 +252,14 @@ def _gate_heads(
     p_x,
     p_qkv,
     p_out,
+    s_part,
     s_qkv_b,
     s_qkv_n,
     nodes,
     WIDTH: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_previous(PDL)
@@ -250,22 +267,48 @@ def _gate_heads(
     o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m = o < WIDTH
     p_row = p_qkv + (node // nodes) * s_qkv_b + (node % nodes) * s_qkv_n
-    b_gate = tl.load(p_row + (o // SIZE) * (2 * SIZE) + SIZE + o % SIZE, mask=m, other=0.0)
     b_x = tl.load(p_x + node * WIDTH + o, mask=m, other=0.0)
+    p_gate = p_row + (o // SIZE) * (2 * SIZE) + SIZE + o % SIZE
+    b_gate = whole(p_gate, m, tl.cast(s_part, tl.int64), b_x.dtype, PARTS)
     b_open = tl.sigmoid(b_gate.to(tl.float32)).to(b_x.dtype).to(tl.float32)
     tl.store(p_out + node * WIDTH + o, (b_x.to(tl.float32) * b_open).to(b_x.dtype), mask=m)
 
 
-def gate_heads(x: Tensor, qkv: Tensor) -> Tensor:
+def gate_heads(x: Tensor, qkv: Tensor | Parts) -> Tensor:
     """`reference.gate_heads`: x [B, N, Hq, D] contiguous, qkv [B, N, at least 2 * Hq * D] of one dtype, its last
-    dimension contiguous."""
+    dimension contiguous, or the parts of a product, which are added up on the way."""
     batch, nodes, heads, size = x.shape
     expect("gate_heads", x.shape, None, CONTIGUOUS, x=x)
-    expect("gate_heads", (batch, nodes, "2 * Hq * D or more"), x.dtype, PACKED, qkv=qkv)
+    values, parts, apart = laid_out("gate_heads", qkv, (batch, nodes, "2 * Hq * D or more"), x.dtype)
     if qkv.shape[2] < 2 * heads * size:
         raise ValueError(f"gate_heads: qkv is {list(qkv.shape)}; gates behind every head's queries are accepted")
     out, width = x.new_empty(batch, nodes, heads * size), heads * size
     _gate_heads[(batch * nodes, triton.cdiv(width, 1024))](
-        x, qkv, out, *qkv.stride()[:2], nodes, WIDTH=width, SIZE=size, BLOCK=1024, num_warps=4, **dependent(x.device)
+        x,
+        values,
+        out,
+        *apart,
+        nodes,
+        WIDTH=width,
+        SIZE=size,
+        BLOCK=1024,
+        PARTS=parts,
+        num_warps=4,
+        **dependent(x.device),
     )
     return out
+
+
+def laid_out(
+    op: str, x: Tensor | Parts, shape: Sequence[int | str], dtype: torch.dtype | None
+) -> tuple[Tensor, int, tuple[int, int, int]]:
+    """The values of x [B, N, H], a tensor with a contiguous last dimension or the parts of a product, how many parts
+    (0: a tensor), and how far apart parts, rows and nodes lie. Raises ValueError for another shape or dtype."""
+    if not isinstance(x, Parts):
+        expect(op, shape, dtype, PACKED, qkv=x)
+        return x, 0, (0, x.stride(0), x.stride(1))
+    expect(op, ("S", *shape), torch.float32, CONTIGUOUS, **{"qkv's parts": x.values})
+    if dtype is not None and x.dtype != dtype:
+        raise ValueError(f"{op}: qkv's parts are rounded to {x.dtype}; accepted is {dtype}")
+    apart, rows, nodes, _ = x.values.stride()
+    return x.values, len(x.values), (apart, rows, nodes)

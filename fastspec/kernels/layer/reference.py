@@ -40,7 +40,7 @@ def rms_norm(
 
 
 def rope_cache(
-    qkv: Tensor,
+    qkv: Tensor | Parts,
     cos: Tensor,
     sin: Tensor,
     positions: Tensor,
@@ -70,7 +70,7 @@ def rope_cache(
     them once more.
     """
     kv_heads, size = k_cache.shape[1], k_cache.shape[3]
-    heads = qkv.unflatten(-1, (-1, size))
+    heads = joined(qkv).unflatten(-1, (-1, size))
     of_values = 0 if ties_values else kv_heads
     q, k, v = heads.split((heads.shape[2] - kv_heads - of_values, kv_heads, of_values), 2)
     q, v = q[:, :, ::2] if gated else q, k if ties_values else v
@@ -93,11 +93,11 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), -1)
 
 
-def gate_heads(x: Tensor, qkv: Tensor) -> Tensor:
+def gate_heads(x: Tensor, qkv: Tensor | Parts) -> Tensor:
     """Values that heads have read, x [B, N, Hq, D], times the sigmoid of their gates [B, N, Hq * D], which stand behind
     the queries of each head at the beginning of qkv [B, N, ...]; the sigmoid is rounded to x's dtype."""
     heads, size = x.shape[2:]
-    gates = qkv[..., : 2 * heads * size].unflatten(-1, (heads, 2, size))[..., 1, :]
+    gates = joined(qkv)[..., : 2 * heads * size].unflatten(-1, (heads, 2, size))[..., 1, :]
     return (x * torch.sigmoid(gates)).flatten(-2)
 
 

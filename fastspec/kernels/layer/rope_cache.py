@@ -14,6 +14,8 @@ from torch import Tensor
 
 from fastspec.kernels.arguments import CONTIGUOUS, PACKED, expect, strides
 from fastspec.kernels.launch import dependent, wait_for_previous
+from fastspec.kernels.layer.norms import laid_out, whole
+from fastspec.kernels.linear.reference import Parts
 
 HEADS = 8
 
@@ -29,6 +31,7 @@ def _turn_heads(
     eps,
     o_head,
     m_head,
+    stride_part,
     stride_in,
     stride_out,
     SIZE: tl.constexpr,
@@ -39,8 +42,10 @@ def _turn_heads(
     OFFSET: tl.constexpr,
     PAIRS: tl.constexpr,
     FACTOR: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """Norm and rotate heads that lie stride_in apart at p_in, and write them stride_out apart at p_out.
+    """Norm and rotate heads that lie stride_in apart at p_in, as PARTS of a sum where there are any, and write them
+    stride_out apart at p_out.
 
     A head is read as its two rotated halves, or with PAIRS as its even and its odd channels, and the REST that is not
     rotated (REST_BLOCK = 0: none). With FACTOR all of it is multiplied by the number at p_factor once it is rounded.
@@ -51,17 +56,18 @@ def _turn_heads(
     m_half = o_half < HALF
     m_turn = m_head[:, None] & m_half[None, :]
     p_a = p_in + o_head[:, None] * stride_in + o_half[None, :] * STEP
-    b_a = tl.load(p_a, mask=m_turn, other=0.0)
-    b_b = tl.load(p_a + OTHER, mask=m_turn, other=0.0)
+    dtype: tl.constexpr = p_out.dtype.element_ty
+    b_a = whole(p_a, m_turn, stride_part, dtype, PARTS)
+    b_b = whole(p_a + OTHER, m_turn, stride_part, dtype, PARTS)
     b_cos = tl.load(p_cos + o_half, mask=m_half, other=0.0).to(tl.float32)[None, :]
     b_sin = tl.load(p_sin + o_half, mask=m_half, other=0.0).to(tl.float32)[None, :]
-    dtype = b_a.dtype
     b_a = b_a.to(tl.float32)
     b_b = b_b.to(tl.float32)
     if REST_BLOCK > 0:
         o_rest = 2 * HALF + tl.arange(0, REST_BLOCK)
         m_rest = m_head[:, None] & (o_rest < SIZE)[None, :]
-        b_rest = tl.load(p_in + o_head[:, None] * stride_in + o_rest[None, :], mask=m_rest, other=0.0).to(tl.float32)
+        p_rest = p_in + o_head[:, None] * stride_in + o_rest[None, :]
+        b_rest = whole(p_rest, m_rest, stride_part, dtype, PARTS).to(tl.float32)
     if NORM:
         b_square = tl.sum(b_a * b_a + b_b * b_b, 1)
         if REST_BLOCK > 0:
@@ -112,6 +118,7 @@ def _rope_cache(
     p_factor,
     eps,
     nodes,
+    stride_part,
     stride_qkv_b,
     stride_qkv_n,
     stride_cos,
@@ -141,6 +148,7 @@ def _rope_cache(
     TIES_VALUES: tl.constexpr,
     PAIRS: tl.constexpr,
     FACTOR: tl.constexpr,
+    PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_previous(PDL)
@@ -150,6 +158,7 @@ def _rope_cache(
     Q_PARTS: tl.constexpr = (HQ + HEADS - 1) // HEADS
     KV_PARTS: tl.constexpr = (HKV + HEADS - 1) // HEADS
     o_block = tl.arange(0, HEADS).to(tl.int64)
+    stride_part = tl.cast(stride_part, tl.int64)
     position = tl.load(p_positions + row * stride_positions_b + node * stride_positions_n)
     slot = tl.load(p_slots + row * stride_slots_b + node * stride_slots_n)
     p_in = p_qkv + row * stride_qkv_b + node * stride_qkv_n
@@ -159,21 +168,33 @@ def _rope_cache(
     if part < Q_PARTS:
         o_head = part * HEADS + o_block
         p_out = p_q + (row * nodes + node) * (HQ * SIZE)
-        heads = p_in, p_out, p_c, p_s, p_q_norm, p_factor + position, eps, o_head, o_head < HQ
+        heads = p_in, p_out, p_c, p_s, p_q_norm, p_factor + position, eps, o_head, o_head < HQ, stride_part
         _turn_heads(
-            *heads, SIZE * (2 if GATED else 1), SIZE, SIZE, HALF, HALF_BLOCK, REST_BLOCK, NORM, OFFSET, PAIRS, FACTOR
+            *heads,
+            SIZE * (2 if GATED else 1),
+            SIZE,
+            SIZE,
+            HALF,
+            HALF_BLOCK,
+            REST_BLOCK,
+            NORM,
+            OFFSET,
+            PAIRS,
+            FACTOR,
+            PARTS,
         )
     elif part < Q_PARTS + KV_PARTS:
         o_head = (part - Q_PARTS) * HEADS + o_block
         p_out = p_k + row * stride_k_b + slot * stride_k_c
-        heads = p_keys, p_out, p_c, p_s, p_k_norm, p_factor, eps, o_head, o_head < HKV
-        _turn_heads(*heads, SIZE, stride_k_h, SIZE, HALF, HALF_BLOCK, REST_BLOCK, NORM, OFFSET, PAIRS, False)
+        heads = p_keys, p_out, p_c, p_s, p_k_norm, p_factor, eps, o_head, o_head < HKV, stride_part
+        _turn_heads(*heads, SIZE, stride_k_h, SIZE, HALF, HALF_BLOCK, REST_BLOCK, NORM, OFFSET, PAIRS, False, PARTS)
     else:
         o_head = (part - Q_PARTS - KV_PARTS) * HEADS + o_block
         o_d = tl.arange(0, SIZE_BLOCK)
         m_v = (o_head < HKV)[:, None] & (o_d < SIZE)[None, :]
         p_values = p_keys if TIES_VALUES else p_keys + HKV * SIZE
-        b_v = tl.load(p_values + o_head[:, None] * SIZE + o_d[None, :], mask=m_v, other=0.0)
+        p_read = p_values + o_head[:, None] * SIZE + o_d[None, :]
+        b_v = whole(p_read, m_v, stride_part, p_v.dtype.element_ty, PARTS)
         if NORMS_VALUES:
             b_wide = b_v.to(tl.float32)
             b_v = (b_wide * tl.rsqrt(tl.sum(b_wide * b_wide, 1) / SIZE + eps)[:, None]).to(b_v.dtype)
@@ -183,7 +204,7 @@ def _rope_cache(
 
 
 def rope_cache(
-    qkv: Tensor,
+    qkv: Tensor | Parts,
     cos: Tensor,
     sin: Tensor,
     positions: Tensor,
@@ -205,9 +226,10 @@ def rope_cache(
 
     qkv [B, N, (Hq + 2 * Hkv) * D], with `gated` twice as many queries, with `ties_values` half as many keys and values,
     and one layer's k_cache, v_cache [B, Hkv, C, D], all of one dtype (fp32, fp16, bf16), are views of any strides whose
-    last dimension is contiguous; so are the tables cos, sin [P, R / 2] (fp32, fp16, bf16). positions, slots [B, N]
-    int64 are of any strides. q_norm, k_norm [D] contiguous, of qkv's dtype, are given together or not at all; factor is
-    [P] fp32. Positions must be below P, slots below C and different within a row: the kernel does not look.
+    last dimension is contiguous; so are the tables cos, sin [P, R / 2] (fp32, fp16, bf16). qkv may be the parts of a
+    product, which are added up on the way. positions, slots [B, N] int64 are of any strides. q_norm, k_norm [D]
+    contiguous, of qkv's dtype, are given together or not at all; factor is [P] fp32. Positions must be below P, slots
+    below C and different within a row: the kernel does not look.
     """
     batch, nodes, width = qkv.shape
     kv_heads, size, half = k_cache.shape[1], k_cache.shape[3], cos.shape[-1]
@@ -219,7 +241,7 @@ def rope_cache(
         )
     if not 0 < 2 * half <= size:
         raise ValueError(f"cos is {list(cos.shape)}; accepted is [P, R / 2] with 0 < R <= {size}")
-    expect("rope_cache", qkv.shape, None, PACKED, qkv=qkv)
+    read, summands, apart = laid_out("rope_cache", qkv, tuple(qkv.shape), None)
     expect("rope_cache", (batch, "Hkv", "C", "D"), qkv.dtype, PACKED, k_cache=k_cache)
     expect("rope_cache", k_cache.shape, qkv.dtype, PACKED, v_cache=v_cache)
     expect("rope_cache", ("P", half), None, PACKED, cos=cos)
@@ -230,20 +252,20 @@ def rope_cache(
         expect("rope_cache", (size,), qkv.dtype, CONTIGUOUS, q_norm=q_norm, k_norm=k_norm)
     if factor is not None:
         expect("rope_cache", cos.shape[:1], torch.float32, CONTIGUOUS, factor=factor)
-    q = qkv.new_empty((batch, nodes, q_heads, size))
+    q = read.new_empty((batch, nodes, q_heads, size), dtype=qkv.dtype)
     if q.numel() == 0:
         return q
     half_block, rest = max(4, triton.next_power_of_2(half)), size - 2 * half
     parts = triton.cdiv(q_heads, HEADS) + 2 * triton.cdiv(kv_heads, HEADS)
-    read, written = (qkv, cos, sin, positions, slots), (q, k_cache, v_cache)
-    weights = q_norm if norm else qkv, k_norm if norm else qkv, qkv if factor is None else factor
+    given, written = (read, cos, sin, positions, slots), (q, k_cache, v_cache)
+    weights = q_norm if norm else read, k_norm if norm else read, read if factor is None else factor
     _rope_cache[(nodes, parts, batch)](
-        *read,
+        *given,
         *written,
         *weights,
         eps,
         nodes,
-        *qkv.stride()[:2],
+        *apart,
         *strides(1, cos, sin),
         *strides(2, positions, slots),
         *strides(3, k_cache, v_cache),
@@ -262,6 +284,7 @@ def rope_cache(
         TIES_VALUES=ties_values,
         PAIRS=interleaved,
         FACTOR=factor is not None,
+        PARTS=summands,
         num_warps=_warps(size),
         **dependent(q.device),
     )

@@ -30,7 +30,7 @@ from fastspec.kernels.linear.reference import Activation, Parts
 from fastspec.kernels.linear.swiglu import gated
 from fastspec.kernels.quantised import reference
 from fastspec.kernels.quantised.conversions import assembly
-from fastspec.kernels.quantised.hopper import hopper_stored, operands_of, parts_of, takes
+from fastspec.kernels.quantised.hopper import SIDEWAYS, hopper_stored, operands_of, parts_of, takes
 from fastspec.kernels.quantised.hopper import launch_of as hopper_launch_of
 from fastspec.kernels.quantised.reference import Codes, Numbers, StoredWeight
 
@@ -409,15 +409,20 @@ def linear(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
     return out
 
 
-def linear_parts(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor | Parts:
-    """`linear`, or the parts of a product that Hopper's kernel cuts in several, for a norm that adds them up."""
-    rows = served(x, weight, bias)
+def linear_parts(x: Tensor, weights: Sequence[StoredWeight], biases: Sequence[Tensor | None]) -> Tensor | Parts:
+    """`linears`, or the parts of products that Hopper's kernel cuts in several, for what adds them up: a norm behind
+    one, or `rope_cache` behind several, of so few rows that their parts would lie side by side, which reads each row as
+    often as there are parts."""
+    rows = min(served(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
     flat = x.reshape(rows, -1) if rows else x
-    parts = parts_of(weight) if rows and takes(flat, weight) else 1
-    if bias is not None or not FEW_ROWS < parts * rows <= parts * MOST_ROWS or parts == 1:
-        return linear(x, weight, bias)
-    out = torch.empty((parts, *x.shape[:-1], weight.shape[0]), dtype=torch.float32, device=x.device)
-    hopper_stored(flat, (weight,), (None,), out, hopper_launch_of((weight,), rows, False, apart=True))
+    parts = min(map(parts_of, weights)) if rows and all(takes(flat, weight) for weight in weights) else 1
+    most = MOST_ROWS if len(weights) == 1 else SIDEWAYS // parts
+    forms = {StoredForm.of(weight, None) for weight in weights}
+    if parts == 1 or len(forms) > 1 or any(bias is not None for bias in biases) or not FEW_ROWS / parts < rows <= most:
+        return linear(x, weights[0], biases[0]) if len(weights) == 1 else linears(x, weights, biases)
+    channels = sum(weight.shape[0] for weight in weights)
+    out = torch.empty((parts, *x.shape[:-1], channels), dtype=torch.float32, device=x.device)
+    hopper_stored(flat, weights, biases, out, hopper_launch_of(weights, rows, False, apart=True))
     return Parts(out, x.dtype)
 
 

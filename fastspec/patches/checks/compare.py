@@ -91,7 +91,7 @@ REFERENCE = replace(
     linear_parts=linear_reference.linear,
     experts=linear_reference.experts,
     stack=layer_reference.stack,
-    stored_parts=quantised_reference.linear,
+    stored_parts=quantised_reference.linears,
 )
 ROUNDINGS = {torch.float32: 256, torch.float16: 16, torch.bfloat16: 16, torch.float8_e8m0fnu: 0}
 """Units in the last place of the largest value that a kernel may be off: it sums in fp32 in its own order, where 4,096

@@ -103,13 +103,18 @@ def stored(
     return make
 
 
-def stored_part(rows: int, kind: Codes, block: tuple[int, int]) -> Callable[[Draw], Inputs]:
-    """x [rows, 512] times a weight of 96 channels as a quantiser stores it, with scales of blocks."""
+def stored_part(
+    rows: int, kind: Codes, block: tuple[int, int], lines: Sequence[int] = (96,)
+) -> Callable[[Draw], Inputs]:
+    """x [rows, 512] times weights of some lines each as a quantiser stores them, with scales of blocks."""
 
     def make(draw: Draw) -> Inputs:
-        codes = draw.whole(256, 96, 512 * kind.bits // 8).to(torch.uint8)
-        scales = (draw.uniform(96, 512 // block[1]) + 0.5) / 256
-        return (draw.floats(1, rows, 512), StoredWeight(codes, kind, scales, block, 512, None), None), {}
+        weights = []
+        for count in lines:
+            codes = draw.whole(256, count, 512 * kind.bits // 8).to(torch.uint8)
+            scales = (draw.uniform(count, 512 // block[1]) + 0.5) / 256
+            weights.append(StoredWeight(codes, kind, scales, block, 512, None))
+        return (draw.floats(1, rows, 512), weights, [None] * len(weights)), {}
 
     return make
 
@@ -413,6 +418,7 @@ CHECKS: tuple[Check, ...] = (
     Check("stored_linears", "4 bits, zero points, many rows", stored(520, PACKED4, (1, 32), zeros=True)),
     Check("stored_parts", "int8 by lines, 20 rows", stored_part(20, INT8, (1, 512))),
     Check("stored_parts", "4 bits, groups, 5 rows", stored_part(5, PACKED4, (1, 128))),
+    Check("stored_parts", "three in int8, 10 rows", stored_part(10, INT8, (1, 512), (96, 32, 32))),
     Check("gate_up", "one row", products(1, 2 * 48, 256)),
     Check("gate_up", "5 rows", products(5, 2 * 48, 256)),
     Check("gate_up", "5 rows, GELU", products(5, 2 * 48, 256, kind=GELU_TANH)),
