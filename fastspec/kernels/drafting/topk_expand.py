@@ -28,7 +28,7 @@ from fastspec.kernels.launch import (
     wait_for_previous,
 )
 
-EMPTY = tl.constexpr(-(2**63))  # below every key
+EMPTY, EMPTY_HIGH = tl.constexpr(-(2**63)), tl.constexpr(-(2**31))  # below every key, and its higher half
 MAX_COUNT = 64
 MAX_CHILDREN = 4096
 
@@ -38,7 +38,7 @@ HALF, HALF_DEEP, HALF_SMALL, FULL = (128, 64, 4, 4), (128, 128, 3, 4), (64, 64, 
 MANY_NODES = 64
 ENOUGH_TILES = 200  # below this, tiles of 128 leave multiprocessors idle where there is one block of nodes
 PREFETCH = 512  # bytes of each line of the first weight tile that are asked for while the kernel before still runs
-LOGITS = (1, 2048, 0, 1, 4)  # the same for logits that are there: one node at a time
+LOGITS = (1, 512, 0, 1, 1)  # the same for logits that are there: one node at a time, by warps that wait for no others
 
 
 @triton.jit
@@ -88,8 +88,8 @@ def log_total(b_peak, b_mass):
 
 
 @triton.jit
-def _leave_best(b_x, o_v, o_r, vocab, rows, tile, tiles, nodes, p_keys, p_peak, p_mass, p_arrived, count: tl.constexpr):
-    """Store the `count` best keys, maximum and mass of logits b_x [BV, BR], for nodes o_r and ids o_v of a tile."""
+def _leave_mass(b_x, o_v, o_r, vocab, rows, tile, tiles, nodes, p_peak, p_mass, p_arrived):
+    """Store maximum and mass of logits b_x [BV, BR], for nodes o_r and ids o_v of a tile -> their keys."""
     m_r = o_r < rows
     m_v = (o_v < vocab)[:, None]
     b_x = tl.where(m_v, b_x, float("-inf"))
@@ -97,12 +97,23 @@ def _leave_best(b_x, o_v, o_r, vocab, rows, tile, tiles, nodes, p_keys, p_peak, 
     o_row = o_r.to(tl.int64)
     tl.store(p_peak + o_row * tiles + tile, b_peak, mask=m_r)
     tl.store(p_mass + o_row * tiles + tile, b_mass, mask=m_r)
-    b_key = tl.where(m_v, sort_key(b_x, o_v[:, None]), EMPTY)
-    for i in range(count):
-        b_best = tl.max(b_key, 0)
-        tl.store(p_keys + (o_row * count + i) * tiles + tile, b_best, mask=m_r)
-        b_key = tl.where(b_key == b_best[None, :], EMPTY, b_key)
     tl.store(p_arrived + o_r // nodes, tl.zeros_like(o_r), mask=m_r & (o_r % nodes + tile == 0))
+    return tl.where(m_v, sort_key(b_x, o_v[:, None]), EMPTY)
+
+
+@triton.jit
+def _halves(b_key):
+    """The halves int32 of keys: of a warp's keys one instruction finds the highest half."""
+    return (b_key >> 32).to(tl.int32), b_key.to(tl.int32)
+
+
+@triton.jit
+def _taken(b_high, b_low):
+    """The highest of keys [N] of distinct indices, EMPTY where there is none, and the higher halves without it."""
+    high = tl.max(b_high, 0)
+    low = tl.max(tl.where(b_high == high, b_low, -1), 0)
+    best = tl.where(high == EMPTY_HIGH, EMPTY, (high.to(tl.int64) << 32) | low.to(tl.int64))
+    return best, tl.where(b_low == low, EMPTY_HIGH, b_high)
 
 
 @triton.jit(do_not_specialize=["rows", "nodes"])
@@ -157,7 +168,11 @@ def _product_kernel(
             b_w = tl.load(p_ids[:, None] + (start + o_k)[None, :], mask=m_k, other=0.0)
             b_x = tl.load(p_rows[:, None] + (start + o_k)[None, :], mask=m_k, other=0.0)
         b_acc = tl.dot(b_w, tl.trans(b_x), b_acc, input_precision="ieee")
-    _leave_best(b_acc, o_v, o_r, vocab, rows, tile, tiles, nodes, p_keys, p_peak, p_mass, p_arrived, count)
+    b_key = _leave_mass(b_acc, o_v, o_r, vocab, rows, tile, tiles, nodes, p_peak, p_mass, p_arrived)
+    for i in range(count):
+        b_best = tl.max(b_key, 0)
+        tl.store(p_keys + (o_r.to(tl.int64) * count + i) * tiles + tile, b_best, mask=o_r < rows)
+        b_key = tl.where(b_key == b_best[None, :], EMPTY, b_key)
 
 
 @triton.jit(do_not_specialize=["rows", "nodes"])
@@ -184,17 +199,22 @@ def _logits_kernel(
     o_v = tile * BV + tl.arange(0, BV)
     p_rows = p_x + (o_r // nodes).to(tl.int64) * s_xb + (o_r % nodes).to(tl.int64) * s_xm
     b_x = tl.load(p_rows[None, :] + o_v[:, None], mask=(o_v < vocab)[:, None], other=float("-inf")).to(tl.float32)
-    _leave_best(b_x, o_v, o_r, vocab, rows, tile, tiles, nodes, p_keys, p_peak, p_mass, p_arrived, count)
+    b_key = _leave_mass(b_x, o_v, o_r, vocab, rows, tile, tiles, nodes, p_peak, p_mass, p_arrived)
+    b_high, b_low = _halves(tl.reshape(b_key, [BV]))
+    p_keys += tl.program_id(0).to(tl.int64) * count * tiles + tile
+    for i in range(count):
+        best, b_high = _taken(b_high, b_low)
+        tl.store(p_keys + i * tiles, best)
 
 
 @triton.jit
 def _best_keys(b_key, o_c, count: tl.constexpr):
     """The `count` highest of distinct keys b_key [N] in falling order, at places o_c [C]; EMPTY behind them."""
     b_best = tl.zeros_like(o_c).to(tl.int64) + EMPTY
+    b_high, b_low = _halves(b_key)
     for i in range(count):
-        best = tl.max(b_key, 0)
+        best, b_high = _taken(b_high, b_low)
         b_best = tl.where(o_c == i, best, b_best)
-        b_key = tl.where(b_key == best, EMPTY, b_key)
     return b_best
 
 
@@ -278,7 +298,7 @@ def merge_warps(tiles: int, nodes: int, count: int) -> int:
     """Warps of the merge: it holds a node's tiles, count * count keys, and the keys of all children of a row."""
     if nodes * count > 1024:
         return 8
-    return 1 if max(tiles, nodes * count) <= 256 else 4
+    return 1 if max(tiles, nodes * count) <= 512 else 4
 
 
 def topk_expand(
