@@ -8,6 +8,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from helpers.generate import prompts
 from helpers.heads import as_eagle3, make_head, write
 from helpers.mtp import FORMS, KINDS, loaded, oracle, published, save_with, target
 from helpers.pages import ROOT
+from helpers.stored import halves
 from helpers.vision import prompts_with_images, seeing
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
@@ -503,6 +505,13 @@ def test_a_draft_vocabulary_of_a_head_in_8_bits_is_rounded_and_follows_the_texts
             return torch.equal(codes.view(torch.uint8), made.codes) and torch.equal(scales, made.scales)
 
         assert isinstance(made, RoundedLinear) and len(made.codes) == 256 and rounded()
+        drafts = []
+        for ops in (TORCH, replace(TORCH, stored_parts=halves)):
+            drafter = EagleDrafter(head, TreeShape(12, 3, 3), rows=1, capacity=40, ops=ops)
+            states = torch.randn(1, 5, head.config.hidden_size, generator=torch.Generator().manual_seed(1))
+            drafter.begin(ids[:, :5], torch.tensor([5]), states, ids[:, 5])
+            drafts.append(drafter.propose(5).tokens)
+        assert torch.equal(*drafts)  # of products whose parts others add up too
         held = made.codes.data_ptr(), made.scales.data_ptr()
         out = model.generate(ids, max_new_tokens=NEW, do_sample=False, assistant=narrow)
         assert torch.equal(plain, out) and fastspec.report(model).last.acceptance_length > 1.2

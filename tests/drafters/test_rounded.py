@@ -13,6 +13,7 @@ from helpers.generate import EAGLE1, TREE, answer, kept, prompts, seer, seer1, s
 from helpers.heads import as_eagle3, write
 from helpers.models import tiny_head, tiny_model
 from helpers.patch import assert_same, snapshot
+from helpers.stored import halves
 from torch import nn
 
 import fastspec
@@ -96,12 +97,13 @@ def test_drafts_are_those_of_the_weights_that_the_codes_stand_for(over: dict[str
     config = head.config
     width = len(config.taps) * config.target_hidden_size if config.kind == "eagle3" else config.hidden_size
     features, found = torch.randn(1, 8, width), []
-    for each in (twin, same):
-        drafter = EagleDrafter(each, TreeShape(12, 3, 3), rows=1, capacity=40, ops=TORCH)
+    for each, ops in ((twin, TORCH), (same, TORCH), (twin, replace(TORCH, stored_parts=halves))):
+        drafter = EagleDrafter(each, TreeShape(12, 3, 3), rows=1, capacity=40, ops=ops)
         drafter.begin(ids[:, :8], torch.tensor([8]), features, ids[:, 8])
         found.append((drafter.readout, drafter.program.logits(drafter.readout), drafter.propose(8).tokens))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)
+    for one, *others in zip(*found, strict=True):
+        for other in others:
+            torch.testing.assert_close(one, other)
     after = head.module.state_dict()
     assert all(torch.equal(weight, after[name]) for name, weight in before.items())
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from fastspec.kernels.linear.reference import Parts
+from fastspec.kernels.quantised import reference
 from fastspec.kernels.quantised.reference import (
     E4M3,
     INT8,
@@ -101,3 +106,12 @@ def table4(count: int, depth: int, dtype: torch.dtype, nested: bool = False) -> 
         dense = dense * spread(scales, (1, 64), codes.shape)
     halves = (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8)
     return StoredWeight(halves, NF4, scales, (1, 64), depth, dtype, nested=inner), dense.to(dtype)
+
+
+def halves(x: Tensor, weights: Sequence[StoredWeight], biases: Sequence[Tensor | None]) -> Tensor | Parts:
+    """Parts of products of stored weights side by side, each over half of the depth; with biases the products."""
+    if any(bias is not None for bias in biases):
+        return reference.linears(x, weights, biases)
+    whole = torch.cat([reference.dequantised(weight, torch.float32) for weight in weights])
+    parts = zip(x.float().chunk(2, -1), whole.chunk(2, 1), strict=True)
+    return Parts(torch.stack([F.linear(*each) for each in parts]), x.dtype)
