@@ -200,7 +200,7 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
     from fastspec.kernels.layer import rope_cache
     from fastspec.kernels.linear import linear, ordered, swiglu
     from fastspec.kernels.linear import linear as linear_parts
-    from fastspec.kernels.linear.reference import SILU, DeferredProduct
+    from fastspec.kernels.linear.reference import SILU, DeferredProduct, Parts
     from fastspec.kernels.parallel import joins, reduced_norm
     from fastspec.kernels.parallel.words import ROWS, Space, words_of
     from fastspec.kernels.quantised import linear as quantised
@@ -264,6 +264,13 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
                 q, t, t, n, k, k, n, factor=floats(4096, dtype=torch.float32)
             ),
         )
+        if rows == 8:
+            parts = Parts(floats(4, *qkv.shape, dtype=torch.float32), dtype)
+            yield (
+                f"rope_cache of parts, {rows} rows",
+                lambda q=parts, n=at, k=cache, t=table: rope_cache.rope_cache(q, t, t, n, k, k, n),
+            )
+            yield f"gate_heads of parts, {rows} rows", lambda q=parts: rms_norm.gate_heads(few(1, 8, 1, size), q)
         for extent in (1024, 16384):
             words = None if rows == 1 else whole(1, rows, 1)
             layout = tree_layout.attention_layout(whole(1), words, rows, rows, extent, group)
@@ -348,6 +355,10 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
                     lambda w=weight: quantised.linears(few(1, 128, inner), [w] * 2, [None] * 2, SILU),
                 )
         eight = stored_weights(hidden, inner, dtype)["e4m3 in blocks"]
+        yield (
+            f"3 stored parts, {rows} rows",
+            lambda n=rows, w=eight: quantised.linear_parts(few(1, n, inner), [w] * 3, [None] * 3),
+        )
         for count, kind in ((3, None), (2, SILU)):
             yield (
                 f"{count} stored products, {rows} rows",
@@ -385,6 +396,19 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
             whole(1),
         ),
     )
+    yield (
+        "path_pairs of heard tokens",
+        lambda: pairs.path_pairs(
+            few(1, nodes, hidden),
+            whole(1, 8),
+            whole(1),
+            whole(1),
+            torch.ones(1, dtype=torch.bool),
+            whole(1),
+            whole(1),
+            heard=(whole(1, 8), whole(vocab), 1024),
+        ),
+    )
     last = few(1, hidden)
     yield (
         "keep_last",
@@ -407,6 +431,7 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
         "topk_expand of one node",
         lambda: topk_expand.topk_expand(few(1, 1, hidden), few(draft_vocab, hidden), scores[:, :1], 10, ids),
     )
+    yield "topk_expand of logits", lambda: topk_expand.topk_expand(few(1, 10, draft_vocab), None, scores, 10, ids)
     for wide in (20, topk_expand.MAX_COUNT):
         scores = floats(1, wide, dtype=torch.float32)
         yield (
