@@ -334,3 +334,15 @@ def test_large_tiles_are_for_work_that_fills_the_chip():
     short, long = (launches.tree_launch_for(2, 128, prompt * 4, 8, 132) for prompt in (256, 512))  # Llama-3.1-8B's
     assert short.block_m == 64 < long.block_m
     assert launches.tree_launch_for(4, 64, 256, 1, 132) == launches.TREE[4, 64][-1][1]
+
+
+def test_small_tiles_are_for_few_keys():
+    small = launches.SHORT_TREE[2, 256][1]
+    for rows, pairs, reach, found in (
+        (64, 4, 4096, True),
+        (65, 4, 4096, False),
+        (64, 4, 4097, False),
+        (64, 5, 4096, False),
+    ):
+        assert (launches.tree_launch_for(2, 256, rows, pairs, 132, reach) == small) is found
+    assert launches.tree_launch_for(2, 128, 64, 4, 132, 64) in dict(launches.TREE[2, 128]).values()

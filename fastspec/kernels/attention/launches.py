@@ -51,6 +51,10 @@ TREE: dict[tuple[int, int], tuple[tuple[int, TreeLaunch], ...]] = {
 """By bytes of an element and head size, rounded up to a power of two: for at most so many matrix rows; the last takes
 the rest."""
 
+SHORT, SHORT_TREE = 16384, {(2, 256): (64, TreeLaunch(16, 32, 4, 3, 2))}
+"""Slots of all pairs together, and by the same the launch for at most so many matrix rows over no more of them: several
+small tiles read keys from the L2 that one read from memory (measured after 2,048 slots of four pairs)."""
+
 FEW: dict[tuple[int, int], tuple[TreeLaunch, TreeLaunch]] = {
     (2, 64): (TreeLaunch(16, 64, 4, 2, 2), TreeLaunch(16, 128, 4, 3, 1)),
     (2, 128): (TreeLaunch(16, 64, 4, 2, 2), TreeLaunch(16, 128, 4, 3, 1)),
@@ -65,10 +69,13 @@ FEW: dict[tuple[int, int], tuple[TreeLaunch, TreeLaunch]] = {
 
 
 @lru_cache
-def tree_launch_for(element: int, block_d: int, rows: int, pairs: int, slots: int) -> TreeLaunch:
+def tree_launch_for(element: int, block_d: int, rows: int, pairs: int, slots: int, reach: int = SHORT) -> TreeLaunch:
     """The row of the table for so many bytes per element, a padded head size, and so many matrix rows of each of the
-    pairs: the last where its tiles come to more than half of the chip's processors, else the tile of 64 rows before
-    it."""
+    pairs, which see so many slots: the last where its tiles come to more than half of the chip's processors, else the
+    tile of 64 rows before it."""
+    most, small = SHORT_TREE.get((element, block_d), (0, None))
+    if small is not None and rows <= most and pairs * reach <= SHORT:
+        return small
     *before, (_, last) = options = TREE[element, max(64, block_d)]
     half = bool(before) and before[-1][1].block_m >= 64 and 2 * -(-rows // last.block_m) * pairs <= slots
     return next((launch for most, launch in options if rows <= most), before[-1][1] if half else last)

@@ -290,18 +290,19 @@ def tree_attention(
         few_attention(q, k, v, out, layout, extent, scale, sinks, cap)
         return out
     on_hopper = span is None and sinks is None and cap is None and hopper.fits(q, k, v, rows, extent)
-    launch = _HOPPER if on_hopper else tree_launch_for(q.element_size(), block_d, rows, pairs, processors(q.device))
+    reach, slots = layout.reach(extent), processors(q.device)
+    launch = _HOPPER if on_hopper else tree_launch_for(q.element_size(), block_d, rows, pairs, slots, reach)
     if not on_hopper and span is None and sinks is None and cap is None:
         place = q.dtype, size, group, triton.next_power_of_2(rows), triton.next_power_of_2(extent)
         about = batch, nodes, q.shape[2], kv_heads, size, extent, chain, q.dtype
         launch = find("tree_attention", q.device, place, about, launch)
     tiles = triton.cdiv(rows, launch.block_m)
     # the prefix and the tail begin a block each
-    held, reach = triton.cdiv(extent, launch.block_n) + 1, layout.reach(extent)
+    held = triton.cdiv(extent, launch.block_n) + 1
     blocks = triton.cdiv(reach, launch.block_n) + 1
     least = triton.cdiv(reach, MAX_SHARE) if batch > 1 else 1
     expected = min(blocks, held // 2 if batch > 1 and extent < HALF_FULL else held)
-    splits = _splits(pairs * tiles, blocks, expected, processors(q.device) * launch.resident, least, launch.least)
+    splits = _splits(pairs * tiles, blocks, expected, slots * launch.resident, least, launch.least)
     part, lse = part_buffers(out, kv_heads, splits)
     if on_hopper:
         tree = None if chain else layout.words

@@ -268,7 +268,6 @@ def _merge_kernel(
     b_shift = tl.load(p_d2t + b_id, mask=m_c, other=0)
     o_child = (node % nodes) * count + o_c
     tl.store(p_children + row * s_children + o_child, b_child, mask=m_c)
-    tl.store(p_tokens + row * s_tokens + o_child, b_id + b_shift, mask=m_c)
 
     tl.debug_barrier()  # all of this program's children are stored before it says so
     if tl.atomic_add(p_arrived + row, 1, sem="acq_rel") == nodes - 1:
@@ -282,6 +281,7 @@ def _merge_kernel(
             o_below = o_c[:, None] * count + o_c[None, :]
             b_above = tl.broadcast_to((first + key_index(b_rank))[:, None], [CP, CP])
             tl.store(p_parents + row * s_parents + o_below, b_above, mask=m_c[:, None] & m_c[None, :])
+    tl.store(p_tokens + row * s_tokens + o_child, b_id + b_shift, mask=m_c)  # last: nothing here waits for the shifts
 
 
 def launch_of(rows: int, vocab: int, hidden: int, half: bool) -> tuple[int, int, int, int, int]:
