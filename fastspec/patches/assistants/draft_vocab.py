@@ -18,8 +18,8 @@ from fastspec.config import Mtp
 from fastspec.errors import CheckpointError
 from fastspec.generation.heads.bound import BoundHead, narrowed, no_rows
 from fastspec.patches.call.ranks import by_first
+from fastspec.patches.hf.checkpoint_files import revision_of
 from fastspec.patches.hf.ends import listed
-from fastspec.patches.hf.snapshot import revision_of
 
 DEFAULT = 1 << 16
 """Drafted tokens where the model has more than twice as many; exllamav3 #303 and MTPLX #317 measured as many."""

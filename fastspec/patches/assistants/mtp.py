@@ -35,10 +35,10 @@ from fastspec.patches.assistants.probe import default_prompt, states_of
 from fastspec.patches.backends import TORCH
 from fastspec.patches.call.ranks import by_first
 from fastspec.patches.hf.cache import cache_argument, kept_cache
+from fastspec.patches.hf.checkpoint_files import WRAPPED, revision_of
 from fastspec.patches.hf.config_fields import layer_shapes
 from fastspec.patches.hf.families import ADAPTERS, Adapter
 from fastspec.patches.hf.modes import decoder_of, mode_for
-from fastspec.patches.hf.snapshot import WRAPPED, revision_of
 from fastspec.patches.session import session_of
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from fastspec.errors import Unsupported
 from fastspec.kernels.quantised import reference
 from fastspec.kernels.quantised.reference import PACKED4, PACKED8, StoredWeight, halves
+from fastspec.patches.hf.checkpoint_files import FLOATS, Header, MissingWeight, headers_of
 from fastspec.patches.hf.compat import change_count, names_of_weights
-from fastspec.patches.hf.packed_files import FLOATS, Header, MissingWeight, headers_of
 
 KINDS = {4: PACKED4, 8: PACKED8}
 ONES = {bits: sum(1 << at for at in range(0, 32, bits)) for bits in KINDS}

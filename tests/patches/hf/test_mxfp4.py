@@ -25,7 +25,7 @@ from fastspec.kernels.quantised.reference import StoredExperts
 from fastspec.models import load_model
 from fastspec.patches.hf.changes import weights_digest
 from fastspec.patches.hf.compat import dtype_of
-from fastspec.patches.hf.mxfp4 import PRODUCTS, PackedExperts
+from fastspec.patches.hf.packed_loading import PRODUCTS, PackedExperts
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": 1000}
 SMALL = fastspec.Eagle3(depth=2, top_k=2, total_tokens=6)
