@@ -15,7 +15,7 @@ from fastspec.kernels.linear.cpu import times
 from fastspec.kernels.native import build
 from fastspec.kernels.native.ops import ENDINGS
 from fastspec.patches.backends import build_cpp, cpp_native, cpp_ops
-from fastspec.patches.checks.verdict import self_check
+from fastspec.patches.checks.self_check import self_check
 
 SETTING = "FASTSPEC_CPU"
 CHOICES = ("auto", "torch")

@@ -29,7 +29,7 @@ from fastspec.generation.ops import Ops
 from fastspec.generation.stats import Profile, Stats
 from fastspec.patches.assistants.head_bits import may_round
 from fastspec.patches.backends import choose_backend, counted, exact_ops
-from fastspec.patches.checks.verdict import self_check
+from fastspec.patches.checks.self_check import self_check
 from fastspec.patches.hf.changes import Identities
 from fastspec.patches.hf.compat import (
     device_of,

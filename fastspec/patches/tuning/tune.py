@@ -19,7 +19,7 @@ from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.capture import recorded
 from fastspec.patches.backends import notice
 from fastspec.patches.call.ranks import Ranks, by_first, refuse_beside
-from fastspec.patches.checks.compare import tensors, unlike
+from fastspec.patches.checks.self_check import tensors, unlike
 from fastspec.patches.hf.compat import device_of, unwrapped
 from fastspec.patches.hf.modes import mode_for
 from fastspec.patches.hf.parallel import group_of
