@@ -806,8 +806,7 @@ def open_batch(
         raise Unsupported(f'continuous: prefill_chunk={chunk!r} must be at least 1, None or "auto"')
 
     def resolved() -> Decoding:
-        found: Decoding = resolve(ContinuousBatch(assistant, settings.rows), session.resources, model).decoding
-        return found
+        return resolve(ContinuousBatch(assistant, settings.rows), session.resources, model).decoding
 
     decoding = resolved()
     refuse_overrides(model)

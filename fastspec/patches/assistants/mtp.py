@@ -357,12 +357,11 @@ def _keys(file: Path) -> list[str]:
 def _fetched(where: str, name: str, revision: str | None) -> str | None:
     """The path of a file of the hub's, None where the repository has no such file."""
     try:
-        found: str | None = cached_file(where, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+        return cached_file(where, name, revision=revision, _raise_exceptions_for_missing_entries=False)
     except OSError as error:
         raise CheckpointError(
             f"{where} is no directory, and the hub does not give it ({str(error).splitlines()[0]})"
         ) from error
-    return found
 
 
 def _needed(where: str, name: str, revision: str | None) -> str:

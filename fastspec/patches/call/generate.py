@@ -178,7 +178,7 @@ class Call:
             plan.ranks.check_answers(outcome.tokens)
         session.calls.append(outcome.stats)
         if plan.streaming is not None:
-            plan.streaming.end()  # who waits for it in another thread finds the call in the report
+            plan.streaming.streamer.end()  # who waits for it in another thread finds the call in the report
         if plan.asked is not None and plan.asked.hear is not None:
             plan.asked.hear(outcome)
         session.warned = session.warned or warn_if_refused(plan.decoding, outcome.stats)

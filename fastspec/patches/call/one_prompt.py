@@ -274,7 +274,7 @@ class PreparedPrompt:
         error = self.failed or error
         try:
             if self.streaming is not None and (cancelled or error is None):
-                self.streaming.end()
+                self.streaming.streamer.end()
         except BaseException as raised:
             if cancelled:
                 log.exception("the streamer of a cancelled prompt raised an error at its end")

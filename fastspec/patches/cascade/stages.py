@@ -371,8 +371,7 @@ def measure_rates(
     def measured(stage: StageModel) -> list[float]:
         judged = stage is not stages[-1]  # the last answer is not measured token by token
         found = torch.tensor([_rates_after(stage, prompt, new, judged) for prompt in prompts], device="cpu").mean(0)
-        means: list[float] = found.tolist()
-        return means
+        return found.tolist()
 
     columns = [stage.by_holders(partial(measured, stage), ranks) for stage in stages]
     token, verify, start = zip(*columns, strict=True)

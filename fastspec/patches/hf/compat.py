@@ -272,8 +272,7 @@ def dtype_of(model: Any) -> torch.dtype:
                 if each.dim() > 1 and id(each) not in apart:
                     apart.add(id(each))
                     counts[each.dtype] += each.numel()
-    dtype: torch.dtype = model.dtype
-    return counts.most_common(1)[0][0] if counts else dtype
+    return counts.most_common(1)[0][0] if counts else model.dtype
 
 
 def stack_of(base: Any) -> Any:
@@ -315,8 +314,7 @@ def dequantised_method(model: Any) -> str | None:
         held, _ = PreTrainedConfig.get_config_dict(model.config.name_or_path, local_files_only=True)
     except OSError:
         return None
-    told: str | None = (held.get("quantization_config") or {}).get("quant_method")
-    return told
+    return (held.get("quantization_config") or {}).get("quant_method")
 
 
 def names_of_weights(model: Any, keys: Iterable[str]) -> dict[str, str]:

@@ -450,8 +450,7 @@ class ModelLayers(LayerFamily):
             position_embeddings=rotary(hidden, positions),
             fastspec_attend=attend,
         )
-        found: Tensor = out[0] if isinstance(out, tuple) else out
-        return found
+        return out[0] if isinstance(out, tuple) else out
 
 
 CALLERS = "fastspec_callers"

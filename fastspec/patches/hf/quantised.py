@@ -292,8 +292,7 @@ class StoredLinear:
     @property
     def bias(self) -> Tensor | None:
         """[M]."""
-        bias: Tensor | None = self.module.bias
-        return bias
+        return self.module.bias
 
 
 LORA = "peft.tuners.lora."
@@ -331,8 +330,7 @@ class AdaptedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         twin = copy.copy(self.module)
         twin._modules = {**self.module._modules, "base_layer": self.base}
-        out: Tensor = twin(x)
-        return out
+        return twin(x)
 
 
 def stored_layers(modules: Sequence[Any]) -> tuple[StoredLinear, ...] | None:
