@@ -50,7 +50,7 @@ KEPT = 4
 
 
 class Engines:
-    """Pool of the rounds of the last few kinds of call, the least recently used dropped first. A deep copy is empty.
+    """Pool of the rounds of the last few kinds of call, the least recently used dropped first.
 
     An engine, its target, its drafter and what these captured hold each other in one direction only, so that rounds
     which are dropped give their memory back at once, without a garbage collection.
@@ -59,9 +59,6 @@ class Engines:
     def __init__(self) -> None:
         self.held: OrderedDict[Hashable, Engine[Any]] = OrderedDict()
         self.seen: OrderedDict[nn.Module, Identities] = OrderedDict()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Engines:
-        return Engines()
 
     def take(self, key: Hashable) -> Engine[Any] | None:
         """The rounds of a kind of call, taken out of the pool: a call that fails does not put them back."""
@@ -137,7 +134,7 @@ class Change:
 
 
 class Turn:
-    """One generate call at a time per model; a second thread waits, a nested call is refused. Deep copies start free.
+    """One generate call at a time per model; a second thread waits, a nested call is refused.
 
     Who waits first comes first, so that an open batch, which takes a turn for every round, leaves others theirs.
     """
@@ -145,9 +142,6 @@ class Turn:
     def __init__(self) -> None:
         self.lock, self.gate = threading.Lock(), threading.Lock()
         self.owner: int | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Turn:
-        return Turn()
 
     def refuse_nested(self) -> None:
         """Raise Unsupported when this thread holds the turn already."""
@@ -335,6 +329,7 @@ class PatchSession:
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchSession:
         twin = memo[id(self)] = object.__new__(type(self))  # known before the log, which leads back here
         own: dict[str, Any] = {"trees": {}, "ngram_costs": {}, "batches": 0, "_counted": None}
+        own |= {"turn": Turn(), "engines": Engines(), "defaults": Defaults()}
         copied = {name: copy.deepcopy(value, memo) for name, value in vars(self).items() if name not in own}
         twin.__dict__.update(copied | own)
         return twin

@@ -60,15 +60,25 @@ class Plain(Decoding):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleDecoding(DynamicDecoding):
-    """Decoding with a head and a dynamic tree."""
+class HeadDecoding(SizedDecoding):
+    """Decoding with a head, of which several processes may have a share each."""
 
     continuous: ClassVar[bool] = True
     head: BoundHead
-    drafts: Callable[..., EagleDrafter] = EagleDrafter
-    """Maker of the drafter of a call, from the arguments of `EagleDrafter`."""
     cut: Cut | None = None
     """Share that this process has of the head; None: all of it."""
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        return (self.head.module,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleDecoding(HeadDecoding, DynamicDecoding):
+    """Decoding with a head and a dynamic tree."""
+
+    drafts: Callable[..., EagleDrafter] = EagleDrafter
+    """Maker of the drafter of a call, from the arguments of `EagleDrafter`."""
 
     @property
     def taps(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -79,10 +89,6 @@ class EagleDecoding(DynamicDecoding):
     def before_norm(self) -> bool:
         return self.head.config.last_tap_before_norm
 
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        return (self.head.module,)
-
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> EagleDrafter:
         ops = ops_of(self.head, ops)
         head = self.head if self.cut is not None else lowered(self.head, ops.drafts_in)
@@ -92,19 +98,11 @@ class EagleDecoding(DynamicDecoding):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StaticDecoding(SizedDecoding):
+class StaticDecoding(HeadDecoding):
     """Decoding with an EAGLE-1 head and a static tree, or as much of it as pays."""
 
-    continuous: ClassVar[bool] = True
     config: Eagle1
-    head: BoundHead
     taps: tuple[int, ...] = ()
-    cut: Cut | None = None
-    """Share that this process has of the head; None: all of it."""
-
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        return (self.head.module,)
 
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> StaticDrafter:
         """The drafter of one call; it draws its drafts where the config asks for that and `process` allows it."""

@@ -16,7 +16,7 @@ from fastspec.generation.layer_state import LayerCache
 from fastspec.generation.target import Target
 from fastspec.kernels.attention.reference import Span
 from fastspec.patches.hf.cache import CACHE, import_past, is_recurrent, read_cache
-from fastspec.patches.hf.compat import first_inputs, first_pass, is_besides_tokens
+from fastspec.patches.hf.compat import first_pass, is_besides_tokens
 from fastspec.patches.hf.config_fields import recurrent_layers
 from fastspec.patches.hf.families import Adapter
 from fastspec.patches.hf.limits import LAYER_KINDS, counts_padding, layer_spans
@@ -98,7 +98,8 @@ def position_shift(model: Any, ids: Tensor, keep: Tensor, model_kwargs: dict[str
         )
     if not is_wrapped(model):
         return None
-    positions = first_inputs(model, ids, model_kwargs).get("position_ids")
+    inputs = model.prepare_inputs_for_generation(ids, is_first_iteration=True, **model_kwargs)
+    positions = inputs.get("position_ids")
     if positions is None:
         return padding
     last = positions[..., -1] if positions.dim() == 2 else positions[-1, :, -1]

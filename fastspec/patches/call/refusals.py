@@ -328,6 +328,12 @@ def refuse_shown_padding(cache: Any, keep: Tensor) -> None:
         )
 
 
+def inferred_mask(model: Any, ids: Tensor, given: dict[str, Any]) -> Tensor:
+    """Mask of a call's real tokens ids [B, T] bool, as transformers infers it: pad tokens are not, unless they end."""
+    pad, ends = (setting(name, given, model.generation_config) for name in ("pad_token_id", "eos_token_id"))
+    return torch.ones_like(ids, dtype=torch.bool) if pad is None or int(pad) in listed(ends) else ids != int(pad)
+
+
 def refuse_plain_padding(model: Any, given: dict[str, Any]) -> None:
     """The same for a call of arguments `given` that transformers decodes, which may infer the mask."""
     cache, mask = given_cache(given), given.get("attention_mask")
@@ -337,8 +343,7 @@ def refuse_plain_padding(model: Any, given: dict[str, Any]) -> None:
         ids = next((given[name] for name in ("input_ids", "inputs") if given.get(name) is not None), None)
         if ids is None:
             return
-        pad, end = (setting(name, given, model.generation_config) for name in ("pad_token_id", "eos_token_id"))
-        mask = torch.ones_like(ids) if pad is None or pad in listed(end) else ids != pad
+        mask = inferred_mask(model, ids, given)
     if mask.dim() != 2 or mask.shape[1] <= int(cache.get_seq_length()):
         return
     refuse_shown_padding(cache, mask.bool())

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fastspec.errors import Unsupported
-from fastspec.patches.assistants.registry import Continued, EagleDecoding, StaticDecoding
+from fastspec.patches.assistants.registry import Continued, HeadDecoding
 from fastspec.patches.hf.compat import device_of, is_shared_out
 
 
@@ -69,7 +69,7 @@ class SynchronizedCall(LocalCall):
             why = "a cascade's stages are not run over several processes"
         elif any(is_shared_out(module) for module in inner.modules):
             why = "its draft model is shared out too, and its passes are not kept in step"
-        elif isinstance(inner, (EagleDecoding, StaticDecoding)) and self._is_cut():
+        elif isinstance(inner, HeadDecoding) and self._is_cut():
             why = (
                 "a head reads its embeddings between two passes, where they are cut: call fully_shard(model, "
                 "reshard_after_forward=False)"

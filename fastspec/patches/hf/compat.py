@@ -161,11 +161,6 @@ def is_besides_tokens(name: str) -> bool:
     return name in FIRST_PASS or name.startswith(STEMS)
 
 
-def first_inputs(model: Any, ids: Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments that plain decoding's own pass over a prompt hands to the model, of what `generate` has prepared."""
-    return model.prepare_inputs_for_generation(ids, is_first_iteration=True, **inputs)
-
-
 def first_pass(model: Any, ids: Tensor, config: Any, inputs: dict[str, Any]) -> Any:
     """Plain decoding's own pass over a prompt, whole, its cache among the inputs -> the model's output."""
     whole = copy.copy(config)

@@ -46,16 +46,12 @@ def refuse_device(ops: Ops, dtype: torch.dtype) -> None:
 
 
 class Defaults:
-    """What `patch(exact=None, stored=None)` comes to for a model, as it was at the last look. A deep copy has seen
-    none."""
+    """What `patch(exact=None, stored=None)` comes to for a model, as it was at the last look."""
 
     def __init__(self) -> None:
         self._seen: Snapshot | None = None
         self._stored: bool | None = None
         self._why: dict[bool, str | None] = {}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Defaults:
-        return Defaults()
 
     def look(self, model: Any) -> Mode:
         """Mode that a model runs in now, outside autocast. What was found of one that has changed since the last look
@@ -91,8 +87,9 @@ class Defaults:
         if (reason := unfit(ops, mode.dtype)) is not None:
             return reason
         width = model.config.get_text_config().hidden_size
-        if not is_measured(model):
-            return f"its cost was not measured on {device_name(device_of(model))}: {ASK}"
+        place = device_name(device_of(model))
+        if place not in MEASURED:
+            return f"its cost was not measured on {place}: {ASK}"
         if width < WIDE:
             return f"layers of {width} channels, under {WIDE}, take longer by it: {ASK}"
         assert mode.adapter is not None  # as it has these kernels
@@ -112,11 +109,6 @@ class Defaults:
             except Unsupported as error:
                 self._why[stored] = str(error).removeprefix("exact=True: ").removesuffix(f": {HINT}")
         return self._why[stored]
-
-
-def is_measured(model: Any) -> bool:
-    """True of a model on a GPU whose figures decide what is done by itself."""
-    return device_name(device_of(model)) in MEASURED
 
 
 def refuse_parts(model: Any, layers: Sequence[LayerParts]) -> None:

@@ -76,8 +76,10 @@ def _angles(model: Any, parts: Adapter, kind: str | None, count: int) -> tuple[T
         ones = torch.ones(count, 1, dtype=dtype_of(model), device=device)
         return ones, torch.zeros_like(ones)
     places = torch.arange(count, device=device)[None]
-    if _has_sections(rotary, model.config.get_text_config()):
-        places = places.expand(3, 1, -1)  # of text all three are the same
+    sections = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    if hasattr(rotary, "mrope_section") or "mrope_section" in sections:
+        # in time, height and width, of text the same; since transformers 5.20 the forward takes one for all three too
+        places = places.expand(3, 1, -1)
     given = torch.zeros(1, dtype=dtype_of(model), device=device), places
     found = rotary(*given) if kind in (None, NO_ROTATION) else rotary(*given, kind)
     cos, sin = (found.real, found.imag) if isinstance(found, Tensor) else found  # one complex number an angle
@@ -88,12 +90,6 @@ def _angles(model: Any, parts: Adapter, kind: str | None, count: int) -> tuple[T
         return cos[0, :, ::2].contiguous(), sin[0, :, ::2].contiguous()
     half = cos.shape[-1] if parts.angles_once or isinstance(found, Tensor) else cos.shape[-1] // 2
     return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
-
-
-def _has_sections(rotary: Any, config: Any) -> bool:
-    """True where a rotary module takes three positions of a token, in time, height and width; since transformers 5.20
-    its forward takes one for all three."""
-    return hasattr(rotary, "mrope_section") or "mrope_section" in (getattr(config, "rope_parameters", None) or {})
 
 
 KEYED = torch.float32, torch.float16, torch.bfloat16

@@ -205,7 +205,7 @@ def tune(
     from fastspec.kernels.tuned_launches import name_of, recorded
     from fastspec.patches.tuning.candidates import bytes_of, trial
 
-    began, group = time.perf_counter(), group_of(model)
+    began, group, tell = time.perf_counter(), group_of(model), told or (lambda done, of: None)
     refuse_beside(group, "tune")
     session.engines.clear()  # rounds that were captured before ask for nothing
     with recorded() as asked:
@@ -217,14 +217,12 @@ def tune(
         """The first process's places, and those that rounds ask for."""
         found: list[tuple[Key, Tuned]] = []
         for done, ((op, place), about) in enumerate(waiting):
-            if told is not None:
-                told(done, len(waiting))
+            tell(done, len(waiting))
             if found and time.perf_counter() - began > 60 * minutes:
                 break
             with made_current(device), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 found.append(((op, place), tune_place(trial(op, place, about, device), device)))
-        if told is not None:
-            told(len(waiting), len(waiting))
+        tell(len(waiting), len(waiting))
         return found, {(op, place) for (op, place), about in asked.items() if in_rounds(op, about)}
 
     ranks = None if group is None else Ranks(group, device)
@@ -287,7 +285,7 @@ def tune_place(trial: Any, device: torch.device) -> Tuned:
     if device.type == "cuda":
         # a launch that does not compile is met again below, and refused there
         with suppress(Exception), torch.no_grad():
-            compile_ahead(partial(_each, trial), notice)
+            compile_ahead(lambda: [trial.run(launch, 0) for launch in trial.launches], notice)
     with torch.no_grad():
         fault = wrong(trial, MISSING, wanted)
         if fault is not None:
@@ -305,11 +303,6 @@ def tune_place(trial: Any, device: torch.device) -> Tuned:
     best, launch = (best, launch) if kept else (before, None)
     tried = len(trial.launches)
     return Tuned(trial.op, trial.about, 1e6 * before, 1e6 * best, launch, kept, tried, tuple(refused))
-
-
-def _each(trial: Any) -> None:
-    for launch in trial.launches:
-        trial.run(launch, 0)
 
 
 def wrong(trial: Any, launch: Any, wanted: torch.Tensor) -> str | None:
