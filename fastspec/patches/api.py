@@ -18,10 +18,10 @@ from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.heads.module import EagleHead
 from fastspec.generation.stats import Profile
 from fastspec.patches.assistants.gemma4_assistant import gemma4_assistant
-from fastspec.patches.assistants.head_bits import all_in_bits, bits_of, refuse_bits
 from fastspec.patches.assistants.heads import load_heads
 from fastspec.patches.assistants.mtp import load_mtp, save_with_mtp
 from fastspec.patches.assistants.registry import NAMES, resolve
+from fastspec.patches.assistants.smaller_heads import all_in_bits, bits_of, refuse_bits
 from fastspec.patches.assistants.speculative import check_draft
 from fastspec.patches.backends import choose_backend
 from fastspec.patches.call.generate import generate, generate_batch, init_continuous_batching

@@ -27,7 +27,7 @@ from fastspec.generation.engine.engine import Engine
 from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.ops import Ops
 from fastspec.generation.stats import Profile, Stats
-from fastspec.patches.assistants.head_bits import may_round
+from fastspec.patches.assistants.smaller_heads import may_round
 from fastspec.patches.backends import choose_backend, counted, exact_ops
 from fastspec.patches.checks.self_check import self_check
 from fastspec.patches.hf.changes import Identities

@@ -33,12 +33,11 @@ from fastspec.generation.drafters.ngram_storage import NgramStorage
 from fastspec.generation.engine.call import Outcome
 from fastspec.generation.heads.bound import BoundHead, followed, lowered
 from fastspec.generation.ops import Ops
-from fastspec.patches.assistants.draft_vocab import with_vocabulary
 from fastspec.patches.assistants.fused import fused_drafter
 from fastspec.patches.assistants.gemma4_assistant import gemma4_decoding, is_assistant
-from fastspec.patches.assistants.head_bits import in_bits, ops_of, refuse_fused
 from fastspec.patches.assistants.heads import parts_of
 from fastspec.patches.assistants.mtp import load_mtp, save_with_mtp
+from fastspec.patches.assistants.smaller_heads import in_bits, ops_of, refuse_fused, with_vocabulary
 from fastspec.patches.assistants.speculative import read_parameters, resolve_speculative, vocabulary
 from fastspec.patches.backends import ngram_counter
 from fastspec.patches.call.refusals import refuse_heads, refuse_joining
