@@ -238,18 +238,18 @@ _known: dict[tuple[str, ...], list[list[str]]] = {}
 _turn = threading.Lock()
 
 
-def mode() -> str:
-    """The setting. Raises Unsupported for one that is unknown."""
-    found = os.environ.get(SETTING) or "auto"
-    if found not in MODES:
-        raise Unsupported(f"{SETTING}={found!r} in the environment: accepted are {', '.join(MODES)}")
+def chosen(setting: str, choices: tuple[str, ...]) -> str:
+    """Value of a setting in the environment, "auto" without one. Raises Unsupported for one that is unknown."""
+    found = os.environ.get(setting) or "auto"
+    if found not in choices:
+        raise Unsupported(f"{setting}={found!r} in the environment: accepted are {', '.join(choices)}")
     return found
 
 
 def self_check(ops: Ops, dtype: torch.dtype, device: torch.device, drafts: type[EagleDrafter] | None = None) -> None:
     """Check a backend's kernels in a dtype on a device, where that was not done; with `drafts` that drafter's phase
     alone. Raises FastSpecError with the names of kernels that differ; nothing else runs in their place."""
-    wanted = mode()
+    wanted = chosen(SETTING, MODES)
     if wanted == "never" or ops.name not in ("triton", "cpp") or (ops.name == "cpp" and dtype not in ENDINGS):
         return
     name = device_name(device)

@@ -76,11 +76,9 @@ def mixture_of(row: Mixture, mlp: Any, ops: Ops) -> RoutedExperts:
         return compute(flat, *weights(), *chosen, kind, **biases, **beside)
 
     depths = () if stored else tuple(each.shape[2] for each in weights())
-
-    def route(found: Tensor) -> tuple[Tensor, Tensor]:
-        return ops.route(found, routing, correction)
-
-    return RoutedExperts(ops, logits, route, run, shared, opening, group, depths)
+    return RoutedExperts(
+        ops, logits, lambda found: ops.route(found, routing, correction), run, shared, opening, group, depths
+    )
 
 
 def _weights(held: Any) -> tuple[Tensor, Tensor, dist.ProcessGroup | None]:
@@ -137,7 +135,7 @@ def experts_of(held: Any, ops: Ops) -> Callable[..., Tensor]:
 def _expert(row: Mixture, held: Any) -> Expert:
     return Expert(
         interleaved=row.interleaved,
-        gate=Activation(float(getattr(held, row.alpha))) if row.alpha else ACTIVATIONS[_act(held)],
+        gate=Activation(float(getattr(held, row.alpha))) if row.alpha else ACTIVATIONS[type(held.act_fn).__name__],
         offset=row.offset,
         limit=float(getattr(held, row.limit)) if row.limit else None,
         scales_input=row.scales_input,
@@ -148,7 +146,7 @@ def are_plain(held: Any, *, act: bool = True) -> bool:
     """True where experts are plain weights of one dtype, or this process's part, with an activation that the op has
     (or, without `act`, any), and nobody else having a say."""
     weights = dict(held.named_parameters())
-    if weights.keys() not in (WEIGHTS, WEIGHTS | BIASES) or not is_own(held) or (act and _act(held) not in ACTIVATIONS):
+    if weights.keys() not in (WEIGHTS, WEIGHTS | BIASES) or not is_own(held) or (act and gate_of(held) is None):
         return False  # quantised ones bring scales
     plain = all(type(weight) is nn.Parameter for weight in weights.values()) or share_of_experts(held) is not None
     return plain and len({weight.dtype for weight in weights.values()}) == 1 and weights["gate_up_proj"].dtype in FLOATS
@@ -210,11 +208,7 @@ def waits_for_host(parts: Adapter, holder: Any, model: Any, ops: Ops) -> bool:
 
 def gate_of(module: Any, name: str = "act_fn") -> Activation | None:
     """Activation of a feed-forward's gate by this name, None where the kernels do not have it."""
-    return ACTIVATIONS.get(_act(module, name))
-
-
-def _act(module: Any, name: str = "act_fn") -> str:
-    return type(getattr(module, name, None)).__name__
+    return ACTIVATIONS.get(type(getattr(module, name, None)).__name__)
 
 
 def is_linear(module: nn.Module) -> bool:

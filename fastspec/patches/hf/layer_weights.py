@@ -22,6 +22,15 @@ def projections(parts: Adapter, attn: Any) -> list[Any]:
     return [each for name in names if (each := getattr(attn, name, None)) is not None]
 
 
+def _mixer(parts: Adapter, layer: Any) -> tuple[list[Any], Any]:
+    """Linear layers that read the input of a layer's attention or Gated DeltaNet, and the one that gives its output."""
+    attn = getattr(layer, parts.attention, None)
+    if attn is not None:
+        return projections(parts, attn), getattr(attn, parts.out)
+    row, net = parts.recurrent_row or parts, getattr(layer, parts.recurrent)
+    return [getattr(net, name) for name in row.recurrent_inputs], getattr(net, row.recurrent_out)
+
+
 def product_slots(model: Any) -> list[Any]:
     """Modules of a decoder whose products `product_of` makes: projections, dense feed-forwards, experts that are read
     as stored, and the LM head; of LoRA layers those inside."""
@@ -36,13 +45,8 @@ def product_slots(model: Any) -> list[Any]:
 
 def products_of(parts: Adapter, layer: Any, dense: Callable[[Any], bool]) -> list[Any]:
     """`product_slots` of one layer; of dense feed-forwards those that are `dense`."""
-    slots: list[Any] = []
-    attn, mlp = getattr(layer, parts.attention, None), getattr(layer, parts.mlp)
-    if attn is None:
-        row, net = parts.recurrent_row or parts, getattr(layer, parts.recurrent)
-        slots += [getattr(net, name) for name in (*row.recurrent_inputs, row.recurrent_out)]
-    else:
-        slots += [*projections(parts, attn), getattr(attn, parts.out)]
+    inputs, out = _mixer(parts, layer)
+    slots, mlp = [*inputs, out], getattr(layer, parts.mlp)
     if parts.gated_mlp and hasattr(mlp, "gate_proj") and dense(mlp):
         slots += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     if parts.mixture is not None and is_mixture(parts.mixture, mlp, stored=True):
@@ -113,12 +117,7 @@ def pack_model(model: Any, *, experts: bool = True) -> list[Tensor]:
 def pack_layer(parts: Adapter, layer: Any, *, experts: bool = True) -> list[Tensor]:
     """`pack_model` of one layer."""
     moved: list[Tensor] = []
-    attn, mlp = getattr(layer, parts.attention, None), getattr(layer, parts.mlp)
-    if attn is None:
-        recurrent = getattr(layer, parts.recurrent)
-        groups = [[getattr(recurrent, name) for name in (parts.recurrent_row or parts).recurrent_inputs]]
-    else:
-        groups = [projections(parts, attn)]
+    groups, mlp = [_mixer(parts, layer)[0]], getattr(layer, parts.mlp)
     if parts.gated_mlp and hasattr(mlp, "gate_proj"):
         groups.append([mlp.gate_proj, mlp.up_proj])
     if parts.mixture is not None and parts.mixture.shared and hasattr(mlp, "experts"):
