@@ -241,10 +241,8 @@ class PatchSession:
         if ops.name == "triton":
             use_tuned(device)
         with made_current(device):
-            self_check(ops, mode.dtype, device)
-            for each in (ops.drafts, (ops.drafts or ops).heads):
-                if each is not None:
-                    self_check(each, mode.dtype, device)
+            for each in filter(None, (ops, ops.drafts, (ops.drafts or ops).heads)):
+                self_check(each, mode.dtype, device)
             # an EAGLE-3 head, the only kind that drafts in a dtype of its own
             heads = (each.config.kind for each in self.resources.values() if isinstance(each, BoundHead))
             if ops.drafts_in is not None and "eagle3" in heads:
