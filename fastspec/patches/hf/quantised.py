@@ -306,27 +306,15 @@ def base_of(module: Any) -> Any:
     return module if others or apart else base
 
 
-class _Product(nn.Module):
-    """A product as a module."""
-
-    def __init__(self, product: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.product = product
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] -> [..., M]."""
-        return self.product(x)
-
-
 class AdaptedLinear:
     """A LoRA layer by its own forward, with `product`, x [..., K] -> [..., M], for the layer inside."""
 
     def __init__(self, module: Any, product: Callable[[Tensor], Tensor]) -> None:
-        self.module, self.base = module, _Product(product)
+        self.module, self.product = module, product
 
     def __call__(self, x: Tensor) -> Tensor:
         twin = copy.copy(self.module)
-        twin._modules = {**self.module._modules, "base_layer": self.base}
+        twin._modules = {**self.module._modules, "base_layer": self.product}
         return twin(x)
 
 
