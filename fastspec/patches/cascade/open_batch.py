@@ -204,7 +204,7 @@ class ContinuousCascade:
             prompts,
             replace(self.decides, config=self.config if price is None else replace(self.config, price=price)),
             streamer,
-            self._seed(given, seed),
+            drawn_seed() if seed is None and setting("do_sample", given, self.model.generation_config) else seed or 0,
         )
         # what the large model refuses is told now, and not when it is asked
         large = stage_options(self.models.stages[-1], given, request.row.limit)
@@ -220,11 +220,6 @@ class ContinuousCascade:
             request.future.cancel()
             raise
         return request.future
-
-    def _seed(self, given: dict[str, Any], seed: int | None) -> int:
-        if seed is None and setting("do_sample", given, self.model.generation_config):
-            return drawn_seed()
-        return seed or 0
 
     def _ask(self, request: CascadeRequest, index: int) -> None:
         """Ask a stage, or the first one behind it with room, for its answer."""

@@ -41,7 +41,7 @@ from fastspec.patches.hf.config_fields import attention_name
 from fastspec.patches.hf.experts import experts_of, gate_of, is_mixture, is_own, mixture_of
 from fastspec.patches.hf.families import Adapter, PositionFactor
 from fastspec.patches.hf.layer_weights import holds_stored, pack_layer, products_of, projections
-from fastspec.patches.hf.modes import decoder_of, is_foreign, is_wrapped, lm_head_of, norms_heads
+from fastspec.patches.hf.modes import decoder_of, is_foreign, is_wrapped, lm_head_of
 from fastspec.patches.hf.parallel import ParallelStyle, product_of_shares, share_of, weights_of
 from fastspec.patches.hf.quantised import AdaptedLinear, base_of, stored_layers
 from fastspec.patches.hf.replaced import has_replaced_methods
@@ -220,7 +220,7 @@ def _head_norms(
     parts: Adapter, attn: Any, state: FullAttentionState, owns: bool
 ) -> tuple[Tensor | None, Tensor | None, float]:
     """Weights of the norms of each head's queries and keys, and what these add to a mean square."""
-    if norms_heads(parts, attn):
+    if parts.qk_norm and (not parts.normed_if or getattr(attn, parts.normed_if)):
         norms = attn.q_norm, attn.k_norm if owns else attn.q_norm
         eps, other = (getattr(each, parts.eps) for each in norms)
         if eps != other:

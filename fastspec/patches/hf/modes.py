@@ -261,11 +261,6 @@ def _looped_over(model: Any, adapter: Adapter) -> list[nn.Module]:
     return [model, *within, model.base_model, decoder, *layers, *attention, *norms, *inner, *dropouts]
 
 
-def norms_heads(adapter: Adapter, attention: Any) -> bool:
-    """True where an attention norms each head's queries and keys."""
-    return adapter.qk_norm and (not adapter.normed_if or bool(getattr(attention, adapter.normed_if)))
-
-
 def _why_not(model: Any, adapter: Adapter) -> str | None:
     """Reason that keeps a model from its adapter, or None."""
     differs = _differs_by(model, adapter)

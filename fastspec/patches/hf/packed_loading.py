@@ -29,7 +29,6 @@ from fastspec.files import parse_json
 from fastspec.kernels.quantised.reference import MXFP4, StoredExperts, StoredWeight
 from fastspec.patches.hf import gptq_awq
 from fastspec.patches.hf.checkpoint_files import Header, MissingWeight, headers_of
-from fastspec.patches.hf.gptq_awq import OWN_FILES, PackedLinear, layout_of
 
 PRODUCTS = ("gate_up_proj", "down_proj")
 PARTS = ("blocks", "scales")
@@ -137,10 +136,10 @@ class PackedQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
         model.config.quantization_config = self.quantization_config.given
         for name, module in model.named_modules():
-            ours = isinstance(module, (PackedLinear, PackedExperts))
+            ours = isinstance(module, (gptq_awq.PackedLinear, PackedExperts))
             if ours and any(each.is_meta for each in module.parameters()):
                 raise Unsupported(f"{name} is offloaded, and packed layers are not: leave it on a device")
-            if isinstance(module, PackedLinear):
+            if isinstance(module, gptq_awq.PackedLinear):
                 try:
                     module.turn()
                 except Unsupported as error:
@@ -167,10 +166,10 @@ def take_over(config: Any, source: str, *, experts: bool, subfolder: str = "", *
     """Let transformers load a model of GPTQ's or AWQ's weights, or with `experts` of MXFP4, by `PackedQuantizer` ->
     True where it does. Raises Unsupported for a format of theirs that is not read."""
     given = quantisation_of(config)
-    for name, method in OWN_FILES.items():
+    for name, method in gptq_awq.OWN_FILES.items():
         if given is None and (path := Path(source, subfolder, name)).is_file():
             given = {"quant_method": method, **parse_json(path.read_text(encoding="utf-8"))}
-    if not isinstance(given, dict) or not ((experts and is_mxfp4(given)) or layout_of(given) is not None):
+    if not isinstance(given, dict) or not ((experts and is_mxfp4(given)) or gptq_awq.layout_of(given) is not None):
         return False
     config.quantization_config = {"quant_method": METHOD, "given": given}
     return True
