@@ -13,8 +13,7 @@ from fastspec.generation.decoder_layer import FullAttention, Gated, LayerParts, 
 from fastspec.generation.ops import Ops
 from fastspec.patches.hf.changes import Snapshot
 from fastspec.patches.hf.compat import device_of, processes_of
-from fastspec.patches.hf.experts import RoutedExperts
-from fastspec.patches.hf.layer_weights import keeps_activations
+from fastspec.patches.hf.layer_weights import RoutedExperts, keeps_activations
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import Mode
 from fastspec.patches.hf.parallel import Reduced

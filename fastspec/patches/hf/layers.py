@@ -38,9 +38,18 @@ from fastspec.kernels.linear.reference import joined
 from fastspec.kernels.recurrent.reference import DecayRates
 from fastspec.patches.hf.compat import device_of, dtype_of, local_part
 from fastspec.patches.hf.config_fields import attention_name
-from fastspec.patches.hf.experts import experts_of, gate_of, is_mixture, is_own, mixture_of
 from fastspec.patches.hf.families import Adapter, PositionFactor
-from fastspec.patches.hf.layer_weights import holds_stored, pack_layer, products_of, projections
+from fastspec.patches.hf.layer_weights import (
+    experts_of,
+    gate_of,
+    holds_stored,
+    is_mixture,
+    is_own,
+    mixture_of,
+    pack_layer,
+    products_of,
+    projections,
+)
 from fastspec.patches.hf.modes import decoder_of, is_foreign, is_wrapped, lm_head_of
 from fastspec.patches.hf.parallel import ParallelStyle, product_of_shares, share_of, weights_of
 from fastspec.patches.hf.quantised import AdaptedLinear, base_of, stored_layers
