@@ -58,17 +58,8 @@ class Engines:
 
     def __init__(self) -> None:
         self.held: OrderedDict[Hashable, Engine[Any]] = OrderedDict()
+        """Key of a kind of call -> its rounds, which a call takes out, and puts back where it does not fail."""
         self.seen: OrderedDict[nn.Module, Identities] = OrderedDict()
-
-    def take(self, key: Hashable) -> Engine[Any] | None:
-        """The rounds of a kind of call, taken out of the pool: a call that fails does not put them back."""
-        return self.held.pop(key, None)
-
-    def put(self, key: Hashable, engine: Engine[Any]) -> None:
-        """Keep the rounds of a call that has ended."""
-        self.held[key] = engine
-        while len(self.held) > KEPT:
-            self.held.popitem(last=False)
 
     def make_room(self) -> None:
         """Drop what is over the bound once another is made, before it is made: no more than the bound exist at a

@@ -67,7 +67,7 @@ def _chooses_sizes(plan: Plan) -> bool:
 def engine_of(plan: Plan) -> tuple[Engine[HFModel], Hashable]:
     """The engine of the call, and the key to keep it under; None for one that is not kept."""
     engines, key = plan.session.engines, _key(plan) if plan.ops.captures else None
-    engine: Engine[HFModel] | None = None if key is None else engines.take(key)
+    engine: Engine[HFModel] | None = None if key is None else engines.held.pop(key, None)
     if engine is None:
         engine = new_engine(plan)
         if key is not None:  # making the drafter may have packed its head's weights

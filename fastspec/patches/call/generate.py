@@ -188,7 +188,7 @@ class Call:
         session.warned = session.warned or warn_if_refused(plan.decoding, outcome.stats)
         output = output_of(plan, outcome, engine.target)
         if self.key is not None:
-            session.engines.put(self.key, engine)
+            session.engines.held[self.key] = engine
         return output
 
 
