@@ -82,7 +82,7 @@ def one_by_one(
 
 
 def drawn(seed: int, dtype: torch.dtype, **options: Any) -> Any:
-    return layers(**options)(Draw(dtype, CPU, seed))[0]
+    return layers(Draw(dtype, CPU, seed), **options)[0]
 
 
 @given(
