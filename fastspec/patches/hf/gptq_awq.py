@@ -326,7 +326,8 @@ def _packed_layer(
         size = named
     if not 0 < groups <= depth or -(-depth // size) != groups:
         raise Unsupported(f"{groups} groups do not fit {depth} input channels")
-    meta = {}
-    for name, header in own.items():
-        meta[name] = torch.empty(header.shape, dtype=FLOATS.get(header.dtype, torch.int32), device="meta")
+    meta = {
+        name: torch.empty(header.shape, dtype=FLOATS.get(header.dtype, torch.int32), device="meta")
+        for name, header in own.items()
+    }
     return PackedLinear(layout, int(bits), size, depth, count, meta)

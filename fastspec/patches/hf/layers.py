@@ -383,23 +383,20 @@ def norm_of(module: Any, ops: Ops, parts: Adapter) -> Norm:
 def mlp_of(parts: Adapter, mlp: Any, ops: Ops) -> Product:
     """The feed-forward: fused where plain and gated by SiLU or GELU, a mixture by the backend's op if it has one."""
     dense = parts.gated_mlp and hasattr(mlp, "gate_proj")
-    own = is_own(mlp)
+    own, kind = is_own(mlp), gate_of(mlp, parts.act)
     inner = weights_of((mlp.gate_proj, mlp.up_proj)) if dense and own else None
     if inner is not None and weights_of((mlp.down_proj,), behind=True) is not None:
-        kind = gate_of(mlp, parts.act)
         if kind is not None:
             return gated(ops, inner[0], inner[1], product_of((mlp.down_proj,), ops, parts=True), kind)
         return _gated_apart(parts, mlp, ops)
     if dense and ops.stored_linears is not None and holds_stored(mlp):
-        kind, stored = gate_of(mlp, parts.act), stored_layers((mlp.gate_proj, mlp.up_proj))
+        stored = stored_layers((mlp.gate_proj, mlp.up_proj))
         if kind is None or stored is None:
             return _gated_apart(parts, mlp, ops)
         return Gated(StoredLinears(ops, stored, kind), product_of((mlp.down_proj,), ops, parts=True))
-    if parts.gate_up and own and all(map(is_plain, (getattr(mlp, parts.gate_up), mlp.down_proj))):
-        kind = gate_of(mlp, parts.act)
-        if kind is not None:
-            gate_up = product(ops, (getattr(mlp, parts.gate_up),), kind=kind)
-            return Gated(gate_up, product(ops, (mlp.down_proj,), parts=True))
+    whole = getattr(mlp, parts.gate_up, None)
+    if whole is not None and own and kind is not None and all(map(is_plain, (whole, mlp.down_proj))):
+        return Gated(product(ops, (whole,), kind=kind), product(ops, (mlp.down_proj,), parts=True))
     for compute, is_stored in ((ops.experts, False), (ops.stored_experts, True)):
         if parts.mixture is not None and compute is not None and is_mixture(parts.mixture, mlp, stored=is_stored):
             return mixture_of(parts.mixture, mlp, ops)
