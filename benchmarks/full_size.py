@@ -40,7 +40,7 @@ from fastspec.patches.hf.cache import CACHE
 from fastspec.patches.hf.config_fields import delta_shape, layer_shapes, recurrent_layers
 from fastspec.patches.hf.gptq_awq import GPTQ_V2, PackedLinear
 from fastspec.patches.hf.limits import layer_spans
-from fastspec.patches.hf.mxfp4 import TENSORS, PackedExperts
+from fastspec.patches.hf.packed_loading import TENSORS, PackedExperts
 from fastspec.patches.hf.parallel import local_part
 from fastspec.patches.session import session_of
 from fastspec.programs.bench.report import quantiles

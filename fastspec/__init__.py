@@ -34,11 +34,10 @@ if TYPE_CHECKING:
     from fastspec.generation.drafters.ngram_storage import NgramStorage, SuffixStorage
     from fastspec.generation.stats import Profile
     from fastspec.generation.tree import TokenTree
-    from fastspec.patches.api import clear_memory, patch, patched, profile, unpatch
+    from fastspec.patches.api import clear_memory, continuous, patch, patched, profile, unpatch
     from fastspec.patches.assistants.fused import frontier_generate
     from fastspec.patches.assistants.heads import load_head
     from fastspec.patches.call.grammar import Grammar
-    from fastspec.patches.continuous import continuous
     from fastspec.patches.continuous_batch import Continuous
     from fastspec.patches.report import Report, report
     from fastspec.patches.scoring import log_probs
@@ -64,7 +63,7 @@ _LAZY = {
     "Grammar": "fastspec.patches.call.grammar",
     "Report": "fastspec.patches.report",
     "clear_memory": "fastspec.patches.api",
-    "continuous": "fastspec.patches.continuous",
+    "continuous": "fastspec.patches.api",
     "patch": "fastspec.patches.api",
     "patched": "fastspec.patches.api",
     "profile": "fastspec.patches.api",

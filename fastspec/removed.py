@@ -55,8 +55,10 @@ MODULES = {
         "fastspec.generation.drafters.ngram_storage"
     ),
     "fastspec.generation.profile": "it is in fastspec.generation.stats",
+    "fastspec.patches.continuous": "it is in fastspec.patches.api",
     "fastspec.patches.cascade.fingerprint": "it is in fastspec.patches.hf.changes",
     "fastspec.patches.cascade.kept_caches": "it is in fastspec.patches.cascade.stages",
+    "fastspec.patches.hf.mxfp4": "it is in fastspec.patches.hf.packed_loading",
     "fastspec.patches.hf.stop_strings": "it is in fastspec.patches.hf.ends",
     "fastspec.patches.inspection": "it is in fastspec.patches.api",
     "fastspec.reading": "it is in fastspec.files",

@@ -73,7 +73,6 @@ PUBLIC = (  # modules of the library that programs may import, or names of a mod
     "patches.call.processors.TokenPenalties",
     "patches.cascade",
     "patches.hf.changes.weights_digest",
-    "patches.continuous",
     "patches.hf.cache.CACHE",
     "patches.hf.cache.kept_cache",
     "patches.hf.compat.stack_of",

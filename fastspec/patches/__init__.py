@@ -1,11 +1,11 @@
 """transformers' side: models are patched, and their `generate` calls decoded by the engine.
 
-- `api`, `report`, `session`: `patch`, `unpatch` and `report`, and the undo log behind them
+- `api`, `report`, `session`: `patch`, `unpatch`, `continuous` and `report`, and the undo log behind them
 - `hf/`: a transformers model as a target
 - `call/`: one `generate` call, from its arguments to its output
 - `assistants/`: from a name or a config to a decoding
 - `cascade/`: the loop over a cascade's stages
-- `continuous`, `continuous_batch`, `open_ranks`: open batches, how one runs, and those of several processes
+- `continuous_batch`, `open_ranks`: open batches, and those of several processes
 - `backends`, `checks/`, `tuning/`, `warmup`: which kernels run, whether they are right on this device, and what is done
   once for it
 """

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import cache, partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,41 +96,37 @@ TORCH_ONEDNN = replace(
 """Plain torch, with the linear layers of the CPU through oneDNN."""
 
 
-def built(sources: build.Sources, what: str) -> str | None:
-    """Compile a library in C++ where that was not done on this machine -> None, or why it cannot be had."""
+def loaded(sources: build.Sources, what: str, load: Callable[[Path], Any]) -> Any:
+    """A library in C++ as `load` gives it, compiled first where that was not done on this machine; as a text why it
+    cannot be had."""
     why = build.missing()
     if why is not None:
         return why
-    folder = cache_folder() / "kernels"
-    if not build.whole(folder / build.library_name(sources)):
+    path = cache_folder() / "kernels" / build.library_name(sources)
+    if not build.whole(path):
         notice(f"compiling {what}, once for this machine")
-    return build.build(folder, sources)
+    try:
+        return build.build(path.parent, sources) or load(path)
+    except OSError as error:
+        return f"the compiled library cannot be loaded: {error}"
 
 
 def build_cpp() -> str | None:
     """Compile and load the C++ kernels of the CPU, where that was not done on this machine -> None, or why they cannot
     be had."""
-    why = built(build.KERNELS, "the kernels of the CPU")
-    if why is None:
-        try:
-            build.library(cache_folder() / "kernels" / build.library_name())
-        except OSError as error:
-            why = f"the compiled library cannot be loaded: {error}"
-    return why
+    found = loaded(build.KERNELS, "the kernels of the CPU", build.library)
+    return found if isinstance(found, str) else None
 
 
 @cache
 def ngram_counter() -> Callable[..., None] | None:
     """What counts texts in the arrays of an n-gram storage (`ngrams.cpp`), compiled first where that was not done on
     this machine; None, with a notice, where it cannot be had: then Python counts, some thirty times as slowly."""
-    why = built(build.NGRAMS, "what counts n-grams")
-    if why is None:
-        try:
-            return build.counter(cache_folder() / "kernels" / build.library_name(build.NGRAMS))
-        except OSError as error:
-            why = f"the compiled library cannot be loaded: {error}"
-    notice(f"n-grams are counted in Python: {why}")
-    return None
+    found = loaded(build.NGRAMS, "what counts n-grams", build.counter)
+    if isinstance(found, str):
+        notice(f"n-grams are counted in Python: {found}")
+        return None
+    return found
 
 
 def cpp_native() -> Native:

@@ -38,7 +38,7 @@ from fastspec.kernels.tuned_launches import installed, name_of
 from fastspec.patches.assistants.registry import resolve
 from fastspec.patches.backends import notice
 from fastspec.patches.call.assembly import entry, new_engine, sized
-from fastspec.patches.call.one_prompt import AnswerFuture, AnswerMeasures, PreparedPrompt, SettingsCache, prepare
+from fastspec.patches.call.one_prompt import AnswerFuture, PreparedPrompt, SettingsCache, prepare
 from fastspec.patches.call.plan import Plan, Text
 from fastspec.patches.call.processors import Processing, RoundStreamer
 from fastspec.patches.call.prompts import sees_ahead
@@ -223,7 +223,7 @@ class Continuous:
         config, streamer = given.pop("generation_config"), None if asked is None else SilentRounds(*asked)
         single = self.prepared(ids, config, streamer, seed, given, drafts)
         single.number, single.handed = number, handed
-        single.measure(AnswerMeasures() if measured else None)
+        single.measure([] if measured else None)
         return single
 
     def prepared(
@@ -524,11 +524,16 @@ class Continuous:
                 self.ranks.order.release(self.ranks)
 
     def _die(self, fatal: BaseException) -> None:
-        """End all prompts: no turn comes any more."""
+        """End all prompts, and what waits between turns: none comes any more."""
         with self._changed:
             self._dead = fatal
             self._batch.fail(fatal)
-            self._end_waiting(fatal)
+            for single in (*self._batch.queue, *self._arrived):
+                single.finish([], fatal)
+            self._batch.queue.clear()
+            self._arrived.clear()
+            while self._acts:
+                self._acts.popleft().done.set_exception(fatal)
 
     def _turns(self) -> None:
         """A turn of the rounds after another, while there is a prompt. All that is decided here follows from what the
@@ -723,15 +728,6 @@ class Continuous:
                 for _ in range(min(ready, len(self._arrived))):
                     self._arrived.popleft().finish([], error)
 
-    def _end_waiting(self, error: BaseException) -> None:
-        """End the prompts that wait with an error."""
-        for single in (*self._batch.queue, *self._arrived):
-            single.finish([], error)
-        self._batch.queue.clear()
-        self._arrived.clear()
-        while self._acts:
-            self._acts.popleft().done.set_exception(error)
-
     def _begin_anew(self) -> None:
         """Make all rounds anew, of the model as it is."""
         with self.session.turn.taken(device_of(self.model)):
@@ -806,8 +802,7 @@ def open_batch(
         raise Unsupported(f'continuous: prefill_chunk={chunk!r} must be at least 1, None or "auto"')
 
     def resolved() -> Decoding:
-        found: Decoding = resolve(ContinuousBatch(assistant, settings.rows), session.resources, model).decoding
-        return found
+        return resolve(ContinuousBatch(assistant, settings.rows), session.resources, model).decoding
 
     decoding = resolved()
     refuse_overrides(model)

@@ -4,18 +4,17 @@ environment's FASTSPEC_CPU says "auto" (that) or "torch" (plain torch)."""
 
 from __future__ import annotations
 
-import os
 import warnings
 
 import torch
 from torch.nn import functional as F
 
-from fastspec.errors import FastSpecError, Unsupported
+from fastspec.errors import FastSpecError
 from fastspec.kernels.linear.cpu import times
 from fastspec.kernels.native import build
 from fastspec.kernels.native.ops import ENDINGS
 from fastspec.patches.backends import build_cpp, cpp_native, cpp_ops
-from fastspec.patches.checks.verdict import self_check
+from fastspec.patches.checks.self_check import chosen, self_check
 
 SETTING = "FASTSPEC_CPU"
 CHOICES = ("auto", "torch")
@@ -35,10 +34,7 @@ def named(backend: str, device: torch.device, dtype: torch.dtype, adapted: bool)
 
 def why_torch(dtype: torch.dtype, adapted: bool) -> str | None:
     """Why "auto" on the CPU is plain torch for a model, or None. Raises Unsupported for an unknown FASTSPEC_CPU."""
-    chosen = os.environ.get(SETTING) or "auto"
-    if chosen not in CHOICES:
-        raise Unsupported(f"{SETTING}={chosen!r} in the environment: accepted are {', '.join(CHOICES)}")
-    if chosen == "torch":
+    if chosen(SETTING, CHOICES) == "torch":
         return f"{SETTING}=torch in the environment"
     if not adapted:
         return "the C++ kernels need a model with an adapter, and this one runs in generic mode"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -58,8 +57,12 @@ def log_probs(
     found = ids.new_zeros((len(ids), ids.shape[1] - 1), dtype=torch.float32)
     if texts.shape[1] < 2:
         return found
+
+    def taken(logits: Tensor, tokens: Tensor) -> Tensor:
+        """Log-probabilities [B, N] of tokens [B, N] under logits [B, N, V]."""
+        return (logits.float() / temperature).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+
     with made_current(device):
-        taken = partial(_taken, temperature=temperature)
         scored = torch.cat(list(_passes(model, session, texts, counts, taken, nullcontext)), 1)
     real = keep[:, 1:] & keep[:, :-1]
     found[real] = scored[torch.arange(scored.shape[1], device=device) < counts[:, None] - 1]
@@ -122,8 +125,3 @@ def _passes(
             path = torch.arange(count, device=texts.device).expand(rows, -1)
             target.commit(Verdict(path, torch.full_like(counts, count - 1), texts[:, at + count]), active)
         yield found
-
-
-def _taken(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """Log-probabilities [B, N] of tokens [B, N] under logits [B, N, V]."""
-    return (logits.float() / temperature).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]

@@ -27,9 +27,9 @@ from fastspec.generation.engine.engine import Engine
 from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.ops import Ops
 from fastspec.generation.stats import Profile, Stats
-from fastspec.patches.assistants.head_bits import may_round
+from fastspec.patches.assistants.smaller_heads import may_round
 from fastspec.patches.backends import choose_backend, counted, exact_ops
-from fastspec.patches.checks.verdict import self_check
+from fastspec.patches.checks.self_check import self_check
 from fastspec.patches.hf.changes import Identities
 from fastspec.patches.hf.compat import (
     device_of,
@@ -50,7 +50,7 @@ KEPT = 4
 
 
 class Engines:
-    """Pool of the rounds of the last few kinds of call, the least recently used dropped first. A deep copy is empty.
+    """Pool of the rounds of the last few kinds of call, the least recently used dropped first.
 
     An engine, its target, its drafter and what these captured hold each other in one direction only, so that rounds
     which are dropped give their memory back at once, without a garbage collection.
@@ -58,20 +58,8 @@ class Engines:
 
     def __init__(self) -> None:
         self.held: OrderedDict[Hashable, Engine[Any]] = OrderedDict()
+        """Key of a kind of call -> its rounds, which a call takes out, and puts back where it does not fail."""
         self.seen: OrderedDict[nn.Module, Identities] = OrderedDict()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Engines:
-        return Engines()
-
-    def take(self, key: Hashable) -> Engine[Any] | None:
-        """The rounds of a kind of call, taken out of the pool: a call that fails does not put them back."""
-        return self.held.pop(key, None)
-
-    def put(self, key: Hashable, engine: Engine[Any]) -> None:
-        """Keep the rounds of a call that has ended."""
-        self.held[key] = engine
-        while len(self.held) > KEPT:
-            self.held.popitem(last=False)
 
     def make_room(self) -> None:
         """Drop what is over the bound once another is made, before it is made: no more than the bound exist at a
@@ -137,7 +125,7 @@ class Change:
 
 
 class Turn:
-    """One generate call at a time per model; a second thread waits, a nested call is refused. Deep copies start free.
+    """One generate call at a time per model; a second thread waits, a nested call is refused.
 
     Who waits first comes first, so that an open batch, which takes a turn for every round, leaves others theirs.
     """
@@ -145,9 +133,6 @@ class Turn:
     def __init__(self) -> None:
         self.lock, self.gate = threading.Lock(), threading.Lock()
         self.owner: int | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Turn:
-        return Turn()
 
     def refuse_nested(self) -> None:
         """Raise Unsupported when this thread holds the turn already."""
@@ -247,10 +232,8 @@ class PatchSession:
         if ops.name == "triton":
             use_tuned(device)
         with made_current(device):
-            self_check(ops, mode.dtype, device)
-            for each in (ops.drafts, (ops.drafts or ops).heads):
-                if each is not None:
-                    self_check(each, mode.dtype, device)
+            for each in filter(None, (ops, ops.drafts, (ops.drafts or ops).heads)):
+                self_check(each, mode.dtype, device)
             # an EAGLE-3 head, the only kind that drafts in a dtype of its own
             heads = (each.config.kind for each in self.resources.values() if isinstance(each, BoundHead))
             if ops.drafts_in is not None and "eagle3" in heads:
@@ -335,6 +318,7 @@ class PatchSession:
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchSession:
         twin = memo[id(self)] = object.__new__(type(self))  # known before the log, which leads back here
         own: dict[str, Any] = {"trees": {}, "ngram_costs": {}, "batches": 0, "_counted": None}
+        own |= {"turn": Turn(), "engines": Engines(), "defaults": Defaults()}
         copied = {name: copy.deepcopy(value, memo) for name, value in vars(self).items() if name not in own}
         twin.__dict__.update(copied | own)
         return twin

@@ -146,22 +146,20 @@ def warmup(
     if unknown := set(names) - set(known):
         raise Unsupported(f"assistants {sorted(unknown)}: this model is patched with {', '.join(known)}")
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length + NEW
-    began, device = time.perf_counter(), device_of(model)
+    began, device, tell = time.perf_counter(), device_of(model), told or (lambda done, of: None)
     captures = session.ops(model, mode_for(model)).captures
     calls = list(_calls(names, rows, max(1, min(length, most - NEW)), captures))
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)  # processes that hold the model together are asked the same
         for done, (name, count, width, options) in enumerate(calls):
-            if told is not None:
-                told(done, len(calls))
+            tell(done, len(calls))
             ids = torch.randint(model.config.get_text_config().vocab_size, (count, width), device=device)
             call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "assistant": name, **ENDLESS}
             model.generate(**call, **options, max_new_tokens=NEW)
             if captures and options is SAMPLED:  # the last of its kind
                 for sizes in _choosers(session, name, count):
                     _try_sizes(session, sizes, partial(model.generate, **call, **GREEDY), most - width)
-    if told is not None:
-        told(len(calls), len(calls))
+    tell(len(calls), len(calls))
     return time.perf_counter() - began
 
 

@@ -40,7 +40,6 @@ from fastspec.patches.call import assembly
 from fastspec.patches.call.assembly import new_engine
 from fastspec.patches.hf.cache import CACHE, kept_cache
 from fastspec.patches.session import session_of
-from fastspec.patches.tuning import round_times
 
 torch.set_num_threads(1)  # models this small lose time to more, and workers share the cores
 
@@ -736,13 +735,13 @@ def test_a_copy_chooses_for_itself_and_another_dtype_does(knows):
 
 def test_experts_that_tokens_choose_make_nodes_dear(monkeypatch):
     model = tiny_model("qwen3_moe")
-    whole, experts, share = round_times.expert_bytes(model)
+    whole, experts, share = assembly.expert_bytes(model)
     assert experts == sum(w.nbytes for name, w in model.named_parameters() if ".experts." in name) > 0
-    assert share == 0.5 and whole > 0 == round_times.expert_bytes(tiny_model())[1]
+    assert share == 0.5 and whole > 0 == assembly.expert_bytes(tiny_model())[1]
     steps, found = Eagle3(total_tokens="auto").steps("cuda")[0], []
     for read in ((6 * 10**9, 64 * 10**9, 8 / 256), (8 * 10**9, 0, 1.0)):
-        monkeypatch.setattr(round_times, "expert_bytes", lambda _, read=read: read)
-        times = round_times.prior_times(model, torch.device("cuda"), steps, 0, 1)
+        monkeypatch.setattr(assembly, "expert_bytes", lambda _, read=read: read)
+        times = assembly.prior_times(model, torch.device("cuda"), steps, 0, 1)
         assert times == sorted(times)
         found.append([ms / times[0] for ms in times])
     (_, _, four, _, sixteen, sixty), dense = found

@@ -38,8 +38,8 @@ from fastspec.generation.drafters.tree_sizes import TreeSizes
 from fastspec.generation.heads.bound import DraftVocabulary
 from fastspec.generation.heads.rounded_linear import RoundedLinear, rounded_lines
 from fastspec.patches.assistants import mtp
-from fastspec.patches.assistants.draft_vocab import read_list, with_vocabulary
 from fastspec.patches.assistants.mtp import load_mtp
+from fastspec.patches.assistants.smaller_heads import read_list, with_vocabulary
 from fastspec.patches.backends import TORCH, counted
 from fastspec.patches.hf.cache import CACHE
 from fastspec.patches.session import session_of

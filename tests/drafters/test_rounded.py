@@ -25,7 +25,7 @@ from fastspec.generation.heads.rounded_linear import LINES, RoundedLinear
 from fastspec.kernels.native import build
 from fastspec.kernels.quantised.reference import E4M3, INT8, dequantised
 from fastspec.patches.api import resources_of
-from fastspec.patches.assistants import head_bits
+from fastspec.patches.assistants import smaller_heads
 from fastspec.patches.assistants.heads import load_head
 from fastspec.patches.backends import TORCH, triton_ops
 from fastspec.patches.session import session_of
@@ -224,10 +224,10 @@ def test_a_model_that_was_cast_or_copied_or_patched_anew_keeps_its_head() -> Non
 def test_a_quantised_models_own_layers_are_not_read_as_stored_for_its_heads_sake() -> None:
     model = shallow_model()
     with fastspec.patched(model, backend="torch", head_bits=8):
-        ops = session_of(model).ops(model, head_bits.mode_for(model))
+        ops = session_of(model).ops(model, smaller_heads.mode_for(model))
         assert ops.stored_linears is None and ops.drafts is None and ops.heads.stored_linears is not None
     with fastspec.patched(model, backend="torch"):
-        assert session_of(model).ops(model, head_bits.mode_for(model)).heads is None
+        assert session_of(model).ops(model, smaller_heads.mode_for(model)).heads is None
 
 
 def test_wide_heads_are_read_in_8_bits_by_themselves_where_that_was_measured(monkeypatch) -> None:
@@ -239,21 +239,21 @@ def test_wide_heads_are_read_in_8_bits_by_themselves_where_that_was_measured(mon
             return fastspec.report(model).head_bits
 
     assert told() == {}
-    monkeypatch.setattr(head_bits, "may_round", lambda *given: True)
+    monkeypatch.setattr(smaller_heads, "may_round", lambda *given: True)
     assert told() == {}
-    monkeypatch.setattr(head_bits, "WIDE", model.config.hidden_size)
+    monkeypatch.setattr(smaller_heads, "WIDE", model.config.hidden_size)
     assert told() == {"eagle3": 8} and told(head_bits=16) == {}
 
 
 def test_devices_without_figures_round_no_head_by_themselves(monkeypatch) -> None:
     model = shallow_model().bfloat16()
-    mode = head_bits.mode_for(model)
-    assert not head_bits.may_round(model, mode, "auto")
-    monkeypatch.setattr(head_bits, "is_timed", lambda model: True)
-    monkeypatch.setattr(head_bits, "named", lambda backend, *given: backend)
-    assert head_bits.may_round(model, mode, "auto") and head_bits.may_round(model, mode, "triton")
-    assert not head_bits.may_round(model, mode, "torch")
-    assert not head_bits.may_round(model, head_bits.mode_for(model.float()), "auto")
+    mode = smaller_heads.mode_for(model)
+    assert not smaller_heads.may_round(model, mode, "auto")
+    monkeypatch.setattr(smaller_heads, "is_timed", lambda model: True)
+    monkeypatch.setattr(smaller_heads, "named", lambda backend, *given: backend)
+    assert smaller_heads.may_round(model, mode, "auto") and smaller_heads.may_round(model, mode, "triton")
+    assert not smaller_heads.may_round(model, mode, "torch")
+    assert not smaller_heads.may_round(model, smaller_heads.mode_for(model.float()), "auto")
 
 
 @pytest.mark.parametrize("bits", [4, "8", True, 8.0])
@@ -273,7 +273,7 @@ def test_one_launch_is_refused() -> None:
 
 def test_models_of_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = shallow_model()
-    monkeypatch.setattr(head_bits, "group_of", lambda _: "a group")
+    monkeypatch.setattr(smaller_heads, "group_of", lambda _: "a group")
     with pytest.raises(Unsupported, match=r"several processes.*head_bits=16"):
         fastspec.patch(model, eagle3=tiny_head(model), backend="torch", head_bits=8)
     fastspec.patch(model, eagle3=tiny_head(model), backend="torch", head_bits=16)

@@ -35,7 +35,7 @@ from fastspec.generation.drafters.tree_sizes import (
     TreeSizes,
     bucket,
 )
-from fastspec.patches.tuning import round_times
+from fastspec.patches.call import assembly
 
 SHAPES = TREE_STEPS["cuda"]
 COSTS = {
@@ -597,12 +597,12 @@ def test_texts_that_join_one_after_another_and_accept_nothing_lose_three_percent
 
 def test_what_was_measured_is_kept_in_a_file(tmp_path: Path) -> None:
     path = tmp_path / "rounds" / "one.json"
-    assert round_times.read_times(path) == {}
-    round_times.keep_times(path, {0: {1: 1.5, 60: 2.5}, 2: {1: 3.0}})
-    assert round_times.read_times(path) == {0: {1: 1.5, 60: 2.5}, 2: {1: 3.0}}
+    assert assembly.read_times(path) == {}
+    assembly.keep_times(path, {0: {1: 1.5, 60: 2.5}, 2: {1: 3.0}})
+    assert assembly.read_times(path) == {0: {1: 1.5, 60: 2.5}, 2: {1: 3.0}}
     files.write(path, {"round_ms": [1, 2]})
     with pytest.warns(RuntimeWarning, match="damaged and is ignored"):
-        assert round_times.read_times(path) == {}
+        assert assembly.read_times(path) == {}
 
 
 def test_a_choice_prints_a_table() -> None:

@@ -70,7 +70,7 @@ def entries(monkeypatch) -> Iterator[dict[str, list[str]]]:
         phase[0] = "output"
 
     monkeypatch.setattr(rounds.Rounds, "turn", turning)
-    monkeypatch.setattr("fastspec.patches.call.call.decode", decoding)
+    monkeypatch.setattr("fastspec.patches.call.generate.decode", decoding)
     sys.setprofile(watch)
     try:
         yield found

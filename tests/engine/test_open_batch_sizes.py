@@ -21,7 +21,6 @@ from fastspec.generation.drafters.head_drafter import HeadDrafter
 from fastspec.generation.drafters.tree_sizes import TreeSizes
 from fastspec.generation.engine.engine import Engine
 from fastspec.patches.call import assembly
-from fastspec.patches.tuning import round_times
 
 PLACES = ["captured", pytest.param("cuda", marks=ON_CUDA)]
 
@@ -89,8 +88,8 @@ def test_rows_held_to_grammars_find_every_size_captured(device: str, monkeypatch
 def test_a_warm_up_measures_every_size(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In rounds of every number of rows, those that the host decides apart; a text that comes behind it is not cold."""
     kept: list[Any] = []
-    monkeypatch.setattr(round_times, "keep_times", lambda path, known: kept.append(known))
-    monkeypatch.setattr(round_times, "read_times", lambda path: {})
+    monkeypatch.setattr(assembly, "keep_times", lambda path, known: kept.append(known))
+    monkeypatch.setattr(assembly, "read_times", lambda path: {})
     model = made("random")[1].to(device)
     with fastspec.continuous(model, AUTO, rows=2, max_length=100) as batch:
         batch.warmup(length=40)
@@ -281,8 +280,8 @@ def test_an_exact_model_s_default_chooses_sizes_and_keeps_the_bits(
 def test_texts_of_which_nothing_is_accepted_rest_after_few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """By times that a clock of the test's own gives: a round takes a millisecond and half a millisecond more a node."""
     stand_in(monkeypatch)
-    monkeypatch.setattr(round_times, "keep_times", lambda path, known: None)
-    monkeypatch.setattr(round_times, "read_times", lambda path: {})
+    monkeypatch.setattr(assembly, "keep_times", lambda path, known: None)
+    monkeypatch.setattr(assembly, "read_times", lambda path: {})
     nodes: list[int] = []
     step = Engine._step
 

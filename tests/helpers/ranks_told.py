@@ -21,8 +21,8 @@ import fastspec
 from fastspec import files
 from fastspec.kernels import tuned_launches
 from fastspec.kernels.linear.launches import RowLaunch
-from fastspec.patches.assistants import draft_vocab
 from fastspec.patches.assistants import mtp as own_layers
+from fastspec.patches.assistants import smaller_heads
 from fastspec.patches.call.ranks import Ranks
 from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.session import PatchSession, session_of
@@ -160,7 +160,7 @@ def vocabularies(load: Loader, kind: str) -> list[Any]:
     del kind
     model = load(OWN_LAYER)
     with pytest.MonkeyPatch.context() as patch, fastspec.patched(model, mtp=True):
-        patch.setattr(draft_vocab, "_ids", lambda path: torch.arange(0, 40) if first() else torch.arange(20, 60))
+        patch.setattr(smaller_heads, "_ids", lambda path: torch.arange(0, 40) if first() else torch.arange(20, 60))
         few = fastspec.Mtp(draft_vocab="list.json")
         answer, again = (model.generate(**given(5, 9), **GREEDY, assistant=few) for _ in range(2))
         assert torch.equal(answer, again)

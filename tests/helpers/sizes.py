@@ -8,7 +8,7 @@ from typing import Any
 
 from fastspec import Eagle3
 from fastspec.generation.drafters.tree_sizes import TreeSizes
-from fastspec.patches.tuning import round_times
+from fastspec.patches.call import assembly
 
 AUTO = Eagle3(depth=2, top_k=3, total_tokens="auto")  # 2, 4, 8 and 16 nodes on the CPU
 ORDER = (4, 0, 1, 1, 0, 0, 0, 3, 2, 0)
@@ -33,5 +33,5 @@ def force_sizes(monkeypatch: Any, order: tuple[int, ...] = ORDER, rounds: int = 
     monkeypatch.setattr(TreeSizes, "_choose", choose)
     monkeypatch.setattr(TreeSizes, "_affords", lambda self, size, rounds=1: True)
     monkeypatch.setattr(TreeSizes, "count", watched)
-    monkeypatch.setattr(round_times, "keep_times", lambda path, known: None)
+    monkeypatch.setattr(assembly, "keep_times", lambda path, known: None)
     return taken

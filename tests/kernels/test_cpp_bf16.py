@@ -21,7 +21,7 @@ from fastspec.kernels.native import build
 from fastspec.kernels.native.ops import Native
 from fastspec.models import SMOLLM2, load_smollm2, source_of
 from fastspec.patches import backends
-from fastspec.patches.checks.compare import problems
+from fastspec.patches.checks.self_check import problems
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 BF16 = torch.bfloat16

@@ -27,8 +27,8 @@ from fastspec.kernels.linear.reference import GELU_TANH, SILU
 from fastspec.kernels.native import build
 from fastspec.kernels.native.ops import Native, rows_of
 from fastspec.patches import backends
-from fastspec.patches.checks.compare import has_kernel, problems
 from fastspec.patches.checks.rows import CHECKS
+from fastspec.patches.checks.self_check import has_kernel, problems
 from fastspec.patches.session import session_of
 
 needs_compiler = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
@@ -396,7 +396,7 @@ def test_weights_of_a_wrong_size_are_an_error_as_in_torch(native):
 @needs_compiler
 def test_a_library_is_checked_before_its_first_use_and_a_failure_names_the_kernel(tmp_path, monkeypatch):
     monkeypatch.setenv("FASTSPEC_CACHE", str(tmp_path))
-    monkeypatch.setattr("fastspec.patches.checks.verdict._known", {})
+    monkeypatch.setattr("fastspec.patches.checks.self_check._known", {})
     ops = backends.cpp_ops()
     wrong = replace(ops, pick=lambda scores, *rest: ops.pick(scores, *rest) + 1)
     monkeypatch.setattr("fastspec.patches.session.choose_backend", lambda *_, **__: wrong)

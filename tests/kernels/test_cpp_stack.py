@@ -23,8 +23,8 @@ from fastspec.kernels.linear.reference import SILU
 from fastspec.kernels.native import build
 from fastspec.kernels.native.ops import Native
 from fastspec.patches import backends
-from fastspec.patches.checks.compare import unlike
 from fastspec.patches.checks.inputs import Draw, layers
+from fastspec.patches.checks.self_check import unlike
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 CPU = torch.device("cpu")
@@ -82,7 +82,7 @@ def one_by_one(
 
 
 def drawn(seed: int, dtype: torch.dtype, **options: Any) -> Any:
-    return layers(**options)(Draw(dtype, CPU, seed))[0]
+    return layers(Draw(dtype, CPU, seed), **options)[0]
 
 
 @given(

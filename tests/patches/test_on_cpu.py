@@ -40,7 +40,7 @@ def nothing_known(monkeypatch, tmp_path):
     """As in a new process on a new machine."""
     monkeypatch.delenv("FASTSPEC_CPU")
     monkeypatch.setattr(on_cpu, "_tried", {})
-    monkeypatch.setattr("fastspec.patches.checks.verdict._known", {})
+    monkeypatch.setattr("fastspec.patches.checks.self_check._known", {})
     monkeypatch.setenv("FASTSPEC_CACHE", str(tmp_path / "cache"))
     backends.cpp_ops.cache_clear()
     yield

@@ -18,8 +18,8 @@ import fastspec
 from fastspec.errors import Unsupported
 from fastspec.generation import capture
 from fastspec.generation.target import WIDE, prompt_parts
+from fastspec.patches.call import assembly
 from fastspec.patches.session import session_of
-from fastspec.patches.tuning import round_times
 from fastspec.patches.warmup import widths
 
 
@@ -77,9 +77,9 @@ def test_rounds_of_every_size_are_captured_and_timed(monkeypatch):
     """So that a later call chooses among them, whichever it takes."""
     stand_in(monkeypatch)
     made = what_no_graph_served(monkeypatch)
-    monkeypatch.setattr(round_times, "read_times", lambda path: {})
+    monkeypatch.setattr(assembly, "read_times", lambda path: {})
     kept: list[Any] = []
-    monkeypatch.setattr(round_times, "keep_times", lambda path, known: kept.append(known))
+    monkeypatch.setattr(assembly, "keep_times", lambda path, known: kept.append(known))
     model = patched()
     fastspec.warmup(model, rows=(2,), length=128, assistants=["eagle3"])
     (choice,) = [sizes.choice() for (*_, heat), sizes in session_of(model).trees.items() if heat is None]

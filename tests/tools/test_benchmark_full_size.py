@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers.models import tiny_model
 
-from fastspec.patches.assistants import draft_vocab
+from fastspec.patches.assistants import smaller_heads
 from fastspec.patches.assistants.speculative import read_parameters
 from fastspec.patches.hf.cache import kept_cache
 
@@ -130,7 +130,7 @@ def test_an_mtp_layer_is_a_method_with_bytes_of_its_own(script, tmp_path, monkey
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2}
     sizes |= {"linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
     monkeypatch.setitem(script.SHAPES, "recurrent", ("qwen3_5_text", sizes))
-    monkeypatch.setattr(draft_vocab, "DEFAULT", 128)
+    monkeypatch.setattr(smaller_heads, "DEFAULT", 128)
     out = tmp_path / "rows.jsonl"
     options = "--shapes recurrent --prefix 9 --tokens 8 --calls 2 --dtype float32 --backend torch --peers none"
     script.main([*options.split(), "--methods", "autoregressive,mtp", "--head-bits", "16,8", "--out", str(out)])

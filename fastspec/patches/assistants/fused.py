@@ -27,7 +27,7 @@ from fastspec.generation.heads.module import EagleHead
 from fastspec.generation.ops import Ops
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.patches.backends import choose_backend, triton_ops
-from fastspec.patches.checks.verdict import self_check
+from fastspec.patches.checks.self_check import self_check
 
 MOST_CHILDREN = 16
 """Children of a node that the kernel expands."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fastspec.errors import CheckpointError, Unsupported
-from fastspec.generation.decoder_layer import LayoutKey, Rotary, is_plain
+from fastspec.generation.decoder_layer import LayoutKey, is_plain
 from fastspec.generation.drafters.dynamic_tree import DynamicDecoding, Expand, trees_of
 from fastspec.generation.drafters.shared_cache import SharedCacheDrafter, SharedCacheProgram
 from fastspec.generation.layer_state import FullAttentionState
@@ -28,7 +27,7 @@ from fastspec.patches.assistants.heads import find_head, is_hub_id
 from fastspec.patches.call.refusals import refuse_heads
 from fastspec.patches.hf.compat import device_of, dtype_of, is_shared_out
 from fastspec.patches.hf.config_fields import layer_shapes, table_rows
-from fastspec.patches.hf.families import ADAPTERS, Adapter
+from fastspec.patches.hf.families import ADAPTERS
 from fastspec.patches.hf.layers import layer_parts, norm_of, product_of, rotary_tables
 from fastspec.patches.hf.limits import layer_spans
 from fastspec.patches.hf.model import SHIFT_ROOM, HFModel
@@ -101,7 +100,8 @@ class SharedCacheDecoding(DynamicDecoding):
 def program_of(assistant: Any, ops: Ops, target: Target) -> SharedCacheProgram:
     """The passes of an assistant over a target's keys and values."""
     assert isinstance(target, HFModel)
-    parts, decoder, config = _row(assistant), decoder_of(assistant), assistant.config.get_text_config()
+    decoder, config = decoder_of(assistant), assistant.config.get_text_config()
+    parts = ADAPTERS[config.model_type]
     places, layers, keys = _shared_places(target), [], []
     for layer, kind, span in zip(decoder.layers, config.layer_types, layer_spans(assistant), strict=True):
         state, index = places[kind]
@@ -117,18 +117,10 @@ def program_of(assistant: Any, ops: Ops, target: Target) -> SharedCacheProgram:
         norm=norm_of(decoder.norm, ops, parts),
         leave=product_of((assistant.post_projection,), ops),
         expand=_expand_of(assistant, ops),
-        tables=partial(_tables, assistant),
+        tables=lambda count: rotary_tables(assistant, parts, set(config.layer_types), count),
         slots=lambda: target.state.slots + (0 if target.shift is None else SHIFT_ROOM),
         positions=lambda: target.lengths if target.shift is None else (target.lengths + target.shift).clamp(min=0),
     )
-
-
-def _tables(assistant: Any, count: int) -> Mapping[str | None, Rotary]:
-    return rotary_tables(assistant, _row(assistant), set(assistant.config.get_text_config().layer_types), count)
-
-
-def _row(assistant: Any) -> Adapter:
-    return ADAPTERS[assistant.config.get_text_config().model_type]
 
 
 def _shared_places(target: HFModel) -> dict[str, tuple[FullAttentionState, int]]:

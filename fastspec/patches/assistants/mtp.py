@@ -35,10 +35,10 @@ from fastspec.patches.assistants.probe import default_prompt, states_of
 from fastspec.patches.backends import TORCH
 from fastspec.patches.call.ranks import by_first
 from fastspec.patches.hf.cache import cache_argument, kept_cache
+from fastspec.patches.hf.checkpoint_files import WRAPPED, revision_of
 from fastspec.patches.hf.config_fields import layer_shapes
 from fastspec.patches.hf.families import ADAPTERS, Adapter
 from fastspec.patches.hf.modes import decoder_of, mode_for
-from fastspec.patches.hf.snapshot import WRAPPED, revision_of
 from fastspec.patches.session import session_of
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
@@ -357,12 +357,11 @@ def _keys(file: Path) -> list[str]:
 def _fetched(where: str, name: str, revision: str | None) -> str | None:
     """The path of a file of the hub's, None where the repository has no such file."""
     try:
-        found: str | None = cached_file(where, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+        return cached_file(where, name, revision=revision, _raise_exceptions_for_missing_entries=False)
     except OSError as error:
         raise CheckpointError(
             f"{where} is no directory, and the hub does not give it ({str(error).splitlines()[0]})"
         ) from error
-    return found
 
 
 def _needed(where: str, name: str, revision: str | None) -> str:

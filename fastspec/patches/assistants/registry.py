@@ -33,12 +33,11 @@ from fastspec.generation.drafters.ngram_storage import NgramStorage
 from fastspec.generation.engine.call import Outcome
 from fastspec.generation.heads.bound import BoundHead, followed, lowered
 from fastspec.generation.ops import Ops
-from fastspec.patches.assistants.draft_vocab import with_vocabulary
 from fastspec.patches.assistants.fused import fused_drafter
 from fastspec.patches.assistants.gemma4_assistant import gemma4_decoding, is_assistant
-from fastspec.patches.assistants.head_bits import in_bits, ops_of, refuse_fused
 from fastspec.patches.assistants.heads import parts_of
 from fastspec.patches.assistants.mtp import load_mtp, save_with_mtp
+from fastspec.patches.assistants.smaller_heads import in_bits, ops_of, refuse_fused, with_vocabulary
 from fastspec.patches.assistants.speculative import read_parameters, resolve_speculative, vocabulary
 from fastspec.patches.backends import ngram_counter
 from fastspec.patches.call.refusals import refuse_heads, refuse_joining
@@ -60,15 +59,25 @@ class Plain(Decoding):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleDecoding(DynamicDecoding):
-    """Decoding with a head and a dynamic tree."""
+class HeadDecoding(SizedDecoding):
+    """Decoding with a head, of which several processes may have a share each."""
 
     continuous: ClassVar[bool] = True
     head: BoundHead
-    drafts: Callable[..., EagleDrafter] = EagleDrafter
-    """Maker of the drafter of a call, from the arguments of `EagleDrafter`."""
     cut: Cut | None = None
     """Share that this process has of the head; None: all of it."""
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        return (self.head.module,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleDecoding(HeadDecoding, DynamicDecoding):
+    """Decoding with a head and a dynamic tree."""
+
+    drafts: Callable[..., EagleDrafter] = EagleDrafter
+    """Maker of the drafter of a call, from the arguments of `EagleDrafter`."""
 
     @property
     def taps(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -79,10 +88,6 @@ class EagleDecoding(DynamicDecoding):
     def before_norm(self) -> bool:
         return self.head.config.last_tap_before_norm
 
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        return (self.head.module,)
-
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> EagleDrafter:
         ops = ops_of(self.head, ops)
         head = self.head if self.cut is not None else lowered(self.head, ops.drafts_in)
@@ -92,19 +97,11 @@ class EagleDecoding(DynamicDecoding):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StaticDecoding(SizedDecoding):
+class StaticDecoding(HeadDecoding):
     """Decoding with an EAGLE-1 head and a static tree, or as much of it as pays."""
 
-    continuous: ClassVar[bool] = True
     config: Eagle1
-    head: BoundHead
     taps: tuple[int, ...] = ()
-    cut: Cut | None = None
-    """Share that this process has of the head; None: all of it."""
-
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        return (self.head.module,)
 
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> StaticDrafter:
         """The drafter of one call; it draws its drafts where the config asks for that and `process` allows it."""

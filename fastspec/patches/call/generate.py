@@ -1,18 +1,33 @@
-"""The front door: `model.generate(..., assistant=...)`, and calls that are left to transformers."""
+"""The front door: `model.generate(..., assistant=...)`, its call, and calls that are left to transformers."""
 
 from __future__ import annotations
 
 import inspect
+import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fastspec.errors import Unsupported
-from fastspec.patches.assistants.registry import chosen, resolve
-from fastspec.patches.call.call import Call
-from fastspec.patches.call.plan import Prepared, custom_loop, plan_call
-from fastspec.patches.call.ranks import ranks_of, refuse_beside
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fastspec.errors import FastSpecError, Unsupported
+from fastspec.generation.drafters.base import check_rows
+from fastspec.generation.engine.rounds import decode
+from fastspec.kernels.tuned_launches import installed, name_of
+from fastspec.patches.assistants.registry import Continued, HeadDecoding, chosen, resolve
+from fastspec.patches.assistants.speculative import warn_if_refused
+from fastspec.patches.call.assembly import engine_of, entry, sized
+from fastspec.patches.call.output import output_of
+from fastspec.patches.call.plan import Plan, Prepared, custom_loop, plan_call
+from fastspec.patches.call.processors import FILTERS
+from fastspec.patches.call.ranks import Ranks, ranks_of, refuse_beside
 from fastspec.patches.call.refusals import (
     refuse_arguments,
     refuse_ids,
@@ -20,12 +35,13 @@ from fastspec.patches.call.refusals import (
     refuse_plain_padding,
     refuse_prepared,
 )
-from fastspec.patches.call.shared_out import LocalCall, SynchronizedCall
 from fastspec.patches.cascade.loop import AdaptiveCascade
+from fastspec.patches.hf.cache import fill_cache
 from fastspec.patches.hf.compat import (
     device_of,
     drop_capturing_hooks,
     in_step,
+    is_out_of_memory,
     is_shared_out,
     own_stop_strings,
     plain_decoding,
@@ -66,9 +82,7 @@ def generate(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> A
         apart = Unsupported(
             "synced_gpus=False cannot be combined with an assistant on a model that FSDP shares out: leave it out"
         )
-        if named:
-            raise apart
-        _leave(self, given, session, apart)
+        _leave(self, given, session, named, apart)
         return original(*args, **kwargs)
     with SynchronizedCall(self) if shared else LocalCall() as step:
         try:
@@ -76,29 +90,28 @@ def generate(self: Any, *args: Any, assistant: Any = ABSENT, **kwargs: Any) -> A
             step.check(decoding)
         except Unsupported as reason:
             step.agree(False)
-            if named:
-                raise
-            _leave(self, given, session, reason)
+            _leave(self, given, session, named, reason)
             return original(**{**given, "synced_gpus": in_step(self, given)}) if shared else original(*args, **kwargs)
         if isinstance(decoding, AdaptiveCascade):
             try:
                 return decoding.generate(self, session, given, ranks_of(self))
             except Unsupported as reason:  # by a stage, when it is asked
-                if named:
-                    raise
-                _leave(self, given, session, reason)
+                _leave(self, given, session, named, reason)
                 return original(*args, **kwargs)
         with session.turn.taken(device_of(self)):
-            decode = partial(_decode, session, decoding, given, named, step, begun)
+            run = partial(_decode, session, decoding, given, named, step, begun)
             try:
-                return original(**{**own_stop_strings(self, given), "custom_generate": custom_loop(decode)})
+                return original(**{**own_stop_strings(self, given), "custom_generate": custom_loop(run)})
             finally:
                 if not session.captured:
                     drop_capturing_hooks(self)  # a model that has them cannot be pickled
 
 
-def _leave(model: Any, given: dict[str, Any], session: PatchSession, reason: Unsupported) -> None:
-    """Leave a call to transformers, with a warning. Raises Unsupported for one that it would decode wrongly."""
+def _leave(model: Any, given: dict[str, Any], session: PatchSession, named: bool, reason: Unsupported) -> None:
+    """Leave a call to transformers, with a warning. Raises the reason where the call `named` its assistant, and
+    Unsupported for a call that transformers would decode wrongly."""
+    if named:
+        raise reason
     refuse_plain_padding(model, given)
     session.leave(reason)
 
@@ -131,10 +144,189 @@ def _decode(
     refused = refused or Unsupported(
         "another process, which holds a part of the model, cannot serve its part of the call"
     )
-    if named:
-        raise refused
-    _leave(model, given, session, refused)
+    _leave(model, given, session, named, refused)
     return plain_decoding(model, given, *made)
+
+
+AGREED = "limit", "keep_scores", "keep_logits", "measure", "answers", "rows"
+"""Fields of a request that processes must have alike."""
+
+
+class Call:
+    """A planned call, begun at a second of `time.perf_counter`, and its engine; `run` decodes. The constructor raises
+    Unsupported where the drafter cannot serve it, and FastSpecError when memory has run out."""
+
+    def __init__(self, plan: Plan, begun: float) -> None:
+        self.begun = begun
+        if plan.ranks is not None:
+            _agree(plan, plan.ranks)
+        with _memory(plan):
+            self.plan = plan = sized(plan)
+            self.engine, self.key = engine_of(plan)
+        if plan.request.rows is not None:
+            check_rows(self.engine.drafter, plan.decoding.name)
+            self.plan = replace(plan, request=replace(plan.request, entry=partial(entry, plan, self.engine)))
+
+    def run(self) -> Any:
+        """Decode, and return what `generate` returns."""
+        plan, engine = self.plan, self.engine
+        session, text = plan.session, plan.text
+        if text.cache is not None and text.virtual is not None:
+            # not before: a call that is refused must leave the cache as it was
+            fill_cache(text.cache, 0, text.virtual)
+        with _memory(plan):
+            prepared = time.perf_counter() - self.begun
+            outcome = decode(engine, plan.request, plan.decoding.name)
+        outcome.stats.prepare_seconds = prepared
+        if plan.ranks is not None:
+            plan.ranks.check_answers(outcome.tokens)
+        session.calls.append(outcome.stats)
+        if plan.streaming is not None:
+            plan.streaming.streamer.end()  # who waits for it in another thread finds the call in the report
+        if plan.asked is not None and plan.asked.hear is not None:
+            plan.asked.hear(outcome)
+        session.warned = session.warned or warn_if_refused(plan.decoding, outcome.stats)
+        output = output_of(plan, outcome, engine.target)
+        if self.key is not None:
+            session.engines.held[self.key] = engine
+        return output
+
+
+def _agree(plan: Plan, ranks: Ranks) -> None:
+    """See to it that all processes run this call, and draw the same random numbers in it."""
+    request, config = plan.request, plan.config
+    kinds = [type(each).__name__ for each in (*plan.processing.processors, *plan.criteria)]
+    asked = [getattr(request, name) for name in AGREED], request.watch is None, sorted(request.ends)
+    settings = plan.processing.sample, [getattr(config, name) for name in FILTERS]
+    # what is whole in every process must round alike
+    kernels = plan.ops.name, plan.ops.drafts_in
+    tuned = sorted(map(repr, installed(name_of(plan.device)).items()))
+    decoding, profiled = re.sub("0x[0-9a-f]+", "", repr(plan.decoding)), plan.session.profile is None
+    ranks.check_arguments(plan.text.ids, plan.text.keep, decoding, kinds, asked, settings, profiled, kernels, tuned)
+    if plan.processing.sample:
+        ranks.share_random_numbers()
+
+
+@contextmanager
+def _memory(plan: Plan) -> Iterator[None]:
+    """Say of an error that memory has run out, and what would need less."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, FastSpecError) or not is_out_of_memory(error):
+            raise
+        raise FastSpecError(
+            f"out of memory while decoding {plan.request.width} rows of up to {plan.capacity} tokens on "
+            f"{plan.device}: ask for fewer new tokens, a shorter prompt or a smaller batch"
+        ) from error
+
+
+class LocalCall:
+    """Call of a model whose weights one process holds: it waits for nobody."""
+
+    def __enter__(self) -> LocalCall:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+    def check(self, decoding: Any) -> None:
+        """Raise Unsupported for a decoding that cannot run here."""
+
+    def agree(self, able: bool) -> bool:
+        """True where all processes are able to go on with an assistant."""
+        return able
+
+
+class SynchronizedCall(LocalCall):
+    """Call that all processes of FSDP make, each on prompts of its own; one that fails still answers the others'
+    passes.
+
+    Passes of a call depend on its drafts. So every process says before each pass that it works, and an idle one
+    (`agree`) answers each with a pass over a single token, until none works.
+
+    A process waits when it knows whether it can serve the call, and in the end. Where one cannot, none does, and plain
+    decoding keeps processes together in its own way.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.answering, self.agreed = model, False, False
+
+    def __enter__(self) -> SynchronizedCall:
+        self.hook: Any = self.model.register_forward_pre_hook(self._before_pass, prepend=True)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.hook is not None:
+            self._wait(self.agreed)
+            self._leave()
+
+    def check(self, decoding: Any) -> None:
+        """Raise Unsupported for what runs the model other than in whole passes, or needs weights between them."""
+        inner, why = decoding.decoding if isinstance(decoding, Continued) else decoding, None
+        if not any(isinstance(module, FSDPModule) for module in self.model.modules()):
+            why = (
+                "it is the first version of it, whose inner model does not gather its weights by itself: use "
+                "fully_shard"
+            )
+        elif self.model.config.is_encoder_decoder:
+            why = "an encoder-decoder model takes no assistant there"
+        elif getattr(inner, "modules", None) is None:  # stages, each of which generates by itself
+            why = "a cascade's stages are not run over several processes"
+        elif any(is_shared_out(module) for module in inner.modules):
+            why = "its draft model is shared out too, and its passes are not kept in step"
+        elif isinstance(inner, HeadDecoding) and self._is_cut():
+            why = (
+                "a head reads its embeddings between two passes, where they are cut: call fully_shard(model, "
+                "reshard_after_forward=False)"
+            )
+        if why is not None:
+            raise Unsupported(
+                f"several processes share out the weights of this {type(self.model).__name__} by FSDP, and {why}"
+            )
+
+    def _is_cut(self) -> bool:
+        """True where embeddings or LM head are cut behind a pass."""
+        self._pass()
+        ends = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        return any(isinstance(getattr(end, "weight", None), DTensor) for end in ends)
+
+    def agree(self, able: bool) -> bool:
+        """Wait until no process works -> whether all are able to go on. Where they are not, this is over."""
+        self.agreed = self._wait(able)
+        if not self.agreed:
+            self._leave()
+        return self.agreed
+
+    def _leave(self) -> None:
+        self.hook.remove()
+        self.hook = None
+
+    def _before_pass(self, module: Any, args: Any) -> None:
+        if not self.answering:
+            self._say(works=True, able=True)
+
+    def _wait(self, able: bool) -> bool:
+        while True:
+            works, all_able = self._say(works=False, able=able)
+            if not works:
+                return all_able
+            self.answering = True
+            try:
+                self._pass()
+            finally:
+                self.answering = False
+
+    @torch.no_grad()
+    def _pass(self) -> None:
+        self.model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device_of(self.model)), use_cache=False)
+
+    def _say(self, *, works: bool, able: bool) -> tuple[bool, bool]:
+        """Tell all processes -> whether any works, and whether all are able."""
+        told = torch.tensor([works, not able], dtype=torch.int32, device=device_of(self.model))
+        dist.all_reduce(told, op=dist.ReduceOp.MAX)
+        any_works, any_unable = told.tolist()
+        return bool(any_works), not any_unable
 
 
 INSTEAD = (

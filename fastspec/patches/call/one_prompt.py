@@ -177,21 +177,6 @@ class AnswerFuture(Future[Tensor]):
         return self.gone
 
 
-class AnswerMeasures:
-    """The `fastspec.generation.verify.measure` of every token of an answer, as its rounds give them."""
-
-    def __init__(self) -> None:
-        self.parts: list[Tensor] = []
-
-    def add(self, logits: Tensor, tokens: Sequence[int]) -> None:
-        """Take a round's tokens, and the raw logits [N, V] of these and more behind."""
-        self.parts.append(measure(logits[: len(tokens)], torch.tensor(tokens, dtype=torch.long, device=logits.device)))
-
-    def whole(self) -> Tensor:
-        """[T, 3] fp32 on the CPU."""
-        return torch.cat(self.parts).cpu()
-
-
 class PreparedPrompt:
     """A prompt with its settings, and the `future` of its answer: a `fastspec.generation.engine.open_batch.Prompt`.
 
@@ -221,8 +206,8 @@ class PreparedPrompt:
         self.failed: BaseException | None = None
         """Error of its streamer."""
         self.handed: Sequence[int] = ()
-        self.measured: AnswerMeasures | None = None
-        """Takes the measures of all tokens, where they are asked for."""
+        self.measured: list[Tensor] | None = None
+        """Takes the `fastspec.generation.verify.measure` of every round's tokens, where it is asked for."""
         self.keeps_logits = self.rounds is not None and self.rounds.logprobs is not None
         """True where the streamer asks for log-probabilities, or somebody for measures."""
         self.stop: Callable[[list[int]], bool] | None = None
@@ -240,7 +225,7 @@ class PreparedPrompt:
         """So many tokens of the prompt are not read."""
         self.future.cached_tokens = count
 
-    def measure(self, measured: AnswerMeasures | None) -> None:
+    def measure(self, measured: list[Tensor] | None) -> None:
         """Let the measures of all tokens be taken, where they are asked for."""
         self.measured = measured
         self.keeps_logits = self.keeps_logits or measured is not None
@@ -255,7 +240,8 @@ class PreparedPrompt:
         drafted, logits, tree = self._observed
         if self.measured is not None:
             assert logits is not None
-            self.measured.add(logits, tokens)
+            chosen = torch.tensor(tokens, dtype=torch.long, device=logits.device)
+            self.measured.append(measure(logits[: len(tokens)], chosen))
         if self.failed is not None:
             return
         count = None if self.rounds is None else self.rounds.logprobs
@@ -274,7 +260,7 @@ class PreparedPrompt:
         error = self.failed or error
         try:
             if self.streaming is not None and (cancelled or error is None):
-                self.streaming.end()
+                self.streaming.streamer.end()
         except BaseException as raised:
             if cancelled:
                 log.exception("the streamer of a cancelled prompt raised an error at its end")

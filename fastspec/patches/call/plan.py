@@ -39,6 +39,7 @@ from fastspec.patches.call.prompts import (
     refuse_holes,
     refuse_seen_padding,
     sees_ahead,
+    virtual_tokens,
 )
 from fastspec.patches.call.ranks import Ranks, ranks_of
 from fastspec.patches.call.refusals import refuse_cache, refuse_prompts, refuse_shown_padding
@@ -47,7 +48,6 @@ from fastspec.patches.hf.compat import device_of
 from fastspec.patches.hf.config_fields import kept_by
 from fastspec.patches.hf.limits import check_padding, dropped_spans, layer_spans
 from fastspec.patches.hf.modes import Mode
-from fastspec.patches.hf.peft_models import virtual_tokens
 from fastspec.patches.hf.seq2seq import read_source
 from fastspec.patches.session import PatchSession
 

@@ -7,6 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -121,10 +122,7 @@ def make_processors(
 
 def _over_any(processors: lp.LogitsProcessorList, ids: Tensor) -> Callable[[Tensor], Tensor]:
     """Processors over scores [R, V] of any nodes; one that raises over NaN and +inf is not shown such drafts."""
-
-    def process(scores: Tensor) -> Tensor:
-        processed: Tensor = processors(ids, scores)
-        return processed
+    process = partial(processors, ids)
 
     def process_sound(scores: Tensor) -> Tensor:
         odd = scores.softmax(-1)[:, :1].isnan()
@@ -135,8 +133,7 @@ def _over_any(processors: lp.LogitsProcessorList, ids: Tensor) -> Callable[[Tens
 
 def process_rows(processors: Iterable[Any], rows: list[int], texts: Tensor, scores: Tensor) -> Tensor:
     """Scores [R, V] of these rows of the batch as known processors leave them; texts [R, T] are their tokens."""
-    processed: Tensor = lp.LogitsProcessorList(of_rows(p, rows) for p in processors)(texts, scores)
-    return processed
+    return lp.LogitsProcessorList(of_rows(p, rows) for p in processors)(texts, scores)
 
 
 def are_known(processors: Iterable[Any], criteria: Iterable[Any]) -> bool:
@@ -300,10 +297,6 @@ class Streaming:
             column = [each[self.shown] if has else self.pad for each, has in zip(self.emitted, there, strict=True)]
             self.streamer.put(torch.tensor(column, device="cpu"))
             self.shown += 1
-
-    def end(self) -> None:
-        """Tell the streamer that the text is over."""
-        self.streamer.end()
 
 
 class StreamedRound(NamedTuple):

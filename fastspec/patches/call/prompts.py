@@ -1,4 +1,11 @@
-"""The prompts of a call: real tokens, inputs besides tokens, and prompts that plain decoding reads otherwise."""
+"""The prompts of a call: real tokens, inputs besides tokens, virtual tokens, and prompts that plain decoding reads
+otherwise.
+
+PEFT puts its `prepare_inputs_for_generation` on the base model in its own `generate`. Prompt learning puts virtual
+tokens in front: as keys and values (prefix tuning), or as embeddings (prompt tuning, p-tuning). Both come to keys and
+values that an assisted call begins with, as with a cache of the user's own; adapters of weights leave inputs as they
+are. All is read from the model without importing PEFT.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +22,8 @@ from fastspec.errors import Unsupported
 from fastspec.generation.layer_state import LayerCache
 from fastspec.generation.target import Target
 from fastspec.kernels.attention.reference import Span
-from fastspec.patches.hf.cache import CACHE, import_past, is_recurrent, read_cache
-from fastspec.patches.hf.compat import first_inputs, first_pass, is_besides_tokens
+from fastspec.patches.hf.cache import CACHE, cache_argument, import_past, is_recurrent, read_cache
+from fastspec.patches.hf.compat import first_pass, is_besides_tokens
 from fastspec.patches.hf.config_fields import recurrent_layers
 from fastspec.patches.hf.families import Adapter
 from fastspec.patches.hf.limits import LAYER_KINDS, counts_padding, layer_spans
@@ -98,7 +105,8 @@ def position_shift(model: Any, ids: Tensor, keep: Tensor, model_kwargs: dict[str
         )
     if not is_wrapped(model):
         return None
-    positions = first_inputs(model, ids, model_kwargs).get("position_ids")
+    inputs = model.prepare_inputs_for_generation(ids, is_first_iteration=True, **model_kwargs)
+    positions = inputs.get("position_ids")
     if positions is None:
         return padding
     last = positions[..., -1] if positions.dim() == 2 else positions[-1, :, -1]
@@ -240,3 +248,37 @@ def refuse_dropped(model: Any, cache: Any, past: int, config: Any, dropped: Sequ
         f"{what}, by a setting that the forward of {type(model).__name__} does not read "
         f"({' or '.join(LAYER_KINDS.values())}): set it to None, or pass whole prompts without a cache"
     )
+
+
+AS_CACHE = ("PREFIX_TUNING", "CARTRIDGE")
+AS_EMBEDDINGS = ("PROMPT_TUNING", "P_TUNING")
+
+
+def peft_of(model: Any) -> Any:
+    """The PEFT model whose `generate` runs, or None."""
+    owner: Any = getattr(getattr(model, "prepare_inputs_for_generation", None), "__self__", None)
+    return owner if type(owner).__module__.startswith("peft.") else None
+
+
+def virtual_tokens(model: Any, keep: Tensor, layers: int) -> list[LayerCache] | None:
+    """Keys and values [B, Hkv, n, D] per layer of virtual tokens before prompts with the mask keep [B, T], or None.
+    Raises Unsupported for virtual embeddings before padding, which plain decoding would count, without positions of
+    PEFT's."""
+    owner = peft_of(model)
+    if owner is None or not owner.active_peft_config.is_prompt_learning:
+        return None
+    kind = owner.active_peft_config.peft_type
+    rows = keep.shape[0]
+    if getattr(kind, "value", kind) in AS_CACHE:
+        return read_cache(owner.get_prompt(batch_size=rows), layers)
+    if not bool(keep.all()):
+        raise Unsupported(
+            "prompts of different lengths behind a prompt-tuning adapter: plain decoding counts their padding as "
+            "positions, which an assistant leaves out; generate prompts of one length together, or one at a time"
+        )
+    embeddings = owner.get_prompt(batch_size=1).to(device=model.device, dtype=owner.word_embeddings.weight.dtype)
+    cache, taking = DynamicCache(config=model.config), cache_argument(type(model).forward)
+    with torch.no_grad():
+        model(inputs_embeds=embeddings, use_cache=True, return_dict=True, **{taking: cache})
+    read = read_cache(cache, layers)
+    return None if read is None else [tuple(states.expand(rows, *states.shape[1:]) for states in held) for held in read]  # type: ignore[misc]

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Decoding
-from fastspec.patches.call.prompts import given_inputs
+from fastspec.patches.call.prompts import AS_CACHE, AS_EMBEDDINGS, given_inputs, peft_of
 from fastspec.patches.hf.cache import (
     CACHE,
+    OLD,
     PADDED,
     changing_part,
     given_cache,
@@ -23,13 +24,12 @@ from fastspec.patches.hf.cache import (
     records_past,
     shown_padding,
 )
-from fastspec.patches.hf.compat import device_of, is_besides_tokens, is_shared_out, is_zero3
+from fastspec.patches.hf.compat import device_of, every_module, is_besides_tokens, is_shared_out, is_zero3
 from fastspec.patches.hf.config_fields import kept_by, layer_shapes, position_limit
 from fastspec.patches.hf.ends import listed
 from fastspec.patches.hf.limits import position_rows
 from fastspec.patches.hf.modes import is_wrapped
 from fastspec.patches.hf.parallel import local_heads
-from fastspec.patches.hf.peft_models import peft_of, refuse_hooks_of_peft, refuse_peft
 from fastspec.patches.hf.replaced import home_of, is_strangers, where_defined
 
 _ARGUMENTS = {
@@ -122,6 +122,37 @@ def refuse_overrides(model: Any) -> None:
             "same number of passes: "
             "rounds take as many as their drafts need; generate with the unsharded model, or share it out by FSDP2"
         )
+
+
+def refuse_peft(owner: Any) -> None:
+    """Raise Unsupported for an adapter whose virtual tokens the rounds would not reproduce."""
+    config = owner.active_peft_config
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    if config.is_prompt_learning and kind not in (*AS_CACHE, *AS_EMBEDDINGS):
+        raise Unsupported(
+            f"the prompt-learning adapter {kind} cannot be combined with an assistant: accepted are "
+            f"{', '.join(AS_CACHE + AS_EMBEDDINGS)}, and adapters of weights such as LoRA"
+        )
+    said = inspect.unwrap(type(owner).prepare_inputs_for_generation).__code__.co_consts
+    if config.is_prompt_learning and OLD in said and CACHE not in said:  # PEFT before 0.22 with transformers 5.24
+        raise Unsupported(
+            f"this PEFT looks for {OLD} where transformers has {CACHE}, so that plain decoding goes wrong about the "
+            f"virtual tokens of {kind}: update PEFT"
+        )
+
+
+def refuse_hooks_of_peft(model: Any) -> None:
+    """Raise Unsupported for adapters that follow the text by hooks: an activated LoRA, which counts from a pass's end,
+    and those that run a pass of their own before each (X-LoRA, Shadow)."""
+    for hook in model._forward_pre_hooks.values():
+        if str(getattr(hook, "__module__", "")).startswith("peft."):
+            raise Unsupported(
+                f"an adapter of PEFT computes from the whole text before each pass ({hook.__module__}), which an "
+                "assistant's rounds do not repeat: leave out assistant="
+            )
+    hooks = (hook for module in every_module(model) for hook in module._forward_pre_hooks.values())
+    if any("alora_offsets" in getattr(hook, "keywords", ()) for hook in hooks):
+        raise Unsupported("an activated LoRA begins within the text, at its invocation tokens: leave out assistant=")
 
 
 def refuse_arguments(model: Any, given: dict[str, Any]) -> None:
@@ -328,6 +359,12 @@ def refuse_shown_padding(cache: Any, keep: Tensor) -> None:
         )
 
 
+def inferred_mask(model: Any, ids: Tensor, given: dict[str, Any]) -> Tensor:
+    """Mask of a call's real tokens ids [B, T] bool, as transformers infers it: pad tokens are not, unless they end."""
+    pad, ends = (setting(name, given, model.generation_config) for name in ("pad_token_id", "eos_token_id"))
+    return torch.ones_like(ids, dtype=torch.bool) if pad is None or int(pad) in listed(ends) else ids != int(pad)
+
+
 def refuse_plain_padding(model: Any, given: dict[str, Any]) -> None:
     """The same for a call of arguments `given` that transformers decodes, which may infer the mask."""
     cache, mask = given_cache(given), given.get("attention_mask")
@@ -337,8 +374,7 @@ def refuse_plain_padding(model: Any, given: dict[str, Any]) -> None:
         ids = next((given[name] for name in ("input_ids", "inputs") if given.get(name) is not None), None)
         if ids is None:
             return
-        pad, end = (setting(name, given, model.generation_config) for name in ("pad_token_id", "eos_token_id"))
-        mask = torch.ones_like(ids) if pad is None or pad in listed(end) else ids != pad
+        mask = inferred_mask(model, ids, given)
     if mask.dim() != 2 or mask.shape[1] <= int(cache.get_seq_length()):
         return
     refuse_shown_padding(cache, mask.bool())

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from fastspec.generation.stats import Stats
 from fastspec.patches.assistants.registry import Continued
 from fastspec.patches.assistants.speculative import MixedDecoding, StagedDecoding
 from fastspec.patches.call.prompts import refuse_holes
+from fastspec.patches.call.ranks import Ranks
 from fastspec.patches.call.refusals import setting
 from fastspec.patches.cascade.settings import (
     ends_of,
@@ -51,9 +52,6 @@ from fastspec.patches.hf.changes import fingerprint
 from fastspec.patches.hf.compat import device_of
 from fastspec.patches.hf.config_fields import position_limit
 from fastspec.patches.hf.limits import dropped_spans
-
-if TYPE_CHECKING:
-    from fastspec.patches.call.ranks import Ranks
 
 DECIDING = ("mode", "price", "risk", "thresholds", "costs")
 """Fields of a cascade by which a call goes on or stops, alike in all processes."""

@@ -20,7 +20,7 @@ from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.engine.prefix_cache import common_length
 from fastspec.generation.stats import Stats
 from fastspec.generation.verify import drawn_seed
-from fastspec.patches.call.one_prompt import AnswerFuture, AnswerMeasures, PreparedPrompt
+from fastspec.patches.call.one_prompt import AnswerFuture, PreparedPrompt
 from fastspec.patches.call.processors import RoundStreamer, StreamedRound
 from fastspec.patches.call.ranks import refuse_beside
 from fastspec.patches.call.refusals import setting
@@ -49,7 +49,7 @@ class StageBatch(Continuous):
         self,
         prompt: Sequence[int],
         handed: Sequence[int],
-        measured: AnswerMeasures | None,
+        measured: list[Tensor] | None,
         streamer: Any,
         seed: int,
         options: dict[str, Any],
@@ -109,7 +109,7 @@ class StageCall:
     index: int
     prompt: list[int]
     handed: list[int]
-    measured: AnswerMeasures | None
+    measured: list[Tensor] | None
     rounds: StageRounds
     began: float = field(default_factory=time.perf_counter)
 
@@ -204,7 +204,7 @@ class ContinuousCascade:
             prompts,
             replace(self.decides, config=self.config if price is None else replace(self.config, price=price)),
             streamer,
-            self._seed(given, seed),
+            drawn_seed() if seed is None and setting("do_sample", given, self.model.generation_config) else seed or 0,
         )
         # what the large model refuses is told now, and not when it is asked
         large = stage_options(self.models.stages[-1], given, request.row.limit)
@@ -221,11 +221,6 @@ class ContinuousCascade:
             raise
         return request.future
 
-    def _seed(self, given: dict[str, Any], seed: int | None) -> int:
-        if seed is None and setting("do_sample", given, self.model.generation_config):
-            return drawn_seed()
-        return seed or 0
-
     def _ask(self, request: CascadeRequest, index: int) -> None:
         """Ask a stage, or the first one behind it with room, for its answer."""
         stages, row = self.models.stages, request.row
@@ -238,7 +233,7 @@ class ContinuousCascade:
             return
         handed = request.decides.handed(row, index)
         trees = isinstance(request.streamer, RoundStreamer) and request.streamer.trees and not stage.rewrites
-        call = StageCall(index, prompt, handed, None if last else AnswerMeasures(), StageRounds(trees))
+        call = StageCall(index, prompt, handed, None if last else [], StageRounds(trees))
         seed = (request.seed + index * NEXT_SEED + 2**63) % 2**64 - 2**63
         options = stage_options(stage, row.given, row.limit)
         streamer = request.streamer if last else call.rounds
@@ -271,7 +266,7 @@ class ContinuousCascade:
         kept = common_length(torch.tensor(tokens, device="cpu"), torch.tensor(call.handed, device="cpu"))
         visit, ended = decides.take(row, call.index, tokens, kept, len(call.handed), spent)
         if call.measured is not None:
-            told = decides.features(row, call.measured.whole(), len(call.prompt), ended)
+            told = decides.features(row, torch.cat(call.measured).cpu(), len(call.prompt), ended)
             visit, row.done = decides.judged(visit, row, told)
         self._visited(request, replace(visit, cost=self.models.cost(self.config, visit)))
         if call.measured is not None and not row.done:

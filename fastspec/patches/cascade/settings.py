@@ -12,11 +12,10 @@ from transformers import GenerationConfig
 
 from fastspec.errors import Unsupported
 from fastspec.patches.call.processors import grammars, unknown_types, whole_limit
-from fastspec.patches.call.refusals import setting
+from fastspec.patches.call.refusals import inferred_mask, setting
 from fastspec.patches.cascade.stages import OWN, StageModel
 from fastspec.patches.hf.cache import GIVEN
 from fastspec.patches.hf.compat import is_besides_tokens
-from fastspec.patches.hf.ends import listed
 
 OF_TOKENS = (
     "logits_processor",
@@ -96,11 +95,8 @@ def read_prompts(large: Any, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
     ids = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or 0 in ids.shape:
         raise Unsupported("assistant='cascade' needs input_ids [B, T] of at least one row and one token")
-    mask, pad = given.get("attention_mask"), setting("pad_token_id", given, large.generation_config)
-    if mask is None and pad is not None:
-        ends = listed(setting("eos_token_id", given, large.generation_config))
-        mask = None if int(pad) in ends else ids != int(pad)
-    keep = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(ids.device).bool()
+    mask = given.get("attention_mask")
+    keep = inferred_mask(large, ids, given) if mask is None else mask.to(ids.device).bool()
     if keep.shape != ids.shape or not bool(keep[:, -1].all()):
         raise Unsupported(
             f"attention_mask {tuple(keep.shape)} must have the shape of input_ids {tuple(ids.shape)}, padding on the "

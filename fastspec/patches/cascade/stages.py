@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from fastspec.cascade.config import Cascade, Stage
 from fastspec.cascade.decisions import Rates
+from fastspec.cascade.memory import CacheManager
 from fastspec.distribution import install_command
 from fastspec.errors import Unsupported, accepted
 from fastspec.generation.drafters.retokenized import decoded, encoded, opening_of
@@ -23,6 +24,7 @@ from fastspec.generation.engine.call import Outcome
 from fastspec.models import cut_over, load_model, source_of, token_table
 from fastspec.patches.assistants.registry import NAMES, Continued
 from fastspec.patches.assistants.speculative import PADDING, vocabulary
+from fastspec.patches.call.ranks import Ranks
 from fastspec.patches.hf.cache import read_cache
 from fastspec.patches.hf.changes import check_present
 from fastspec.patches.hf.compat import device_of, dtype_of, processes_of
@@ -30,10 +32,6 @@ from fastspec.patches.hf.config_fields import kept_by, layer_shapes, position_li
 from fastspec.patches.hf.ends import listed
 from fastspec.patches.hf.modes import check_supported
 from fastspec.patches.session import session_of
-
-if TYPE_CHECKING:
-    from fastspec.cascade.memory import CacheManager
-    from fastspec.patches.call.ranks import Ranks
 
 Value = TypeVar("Value")
 
@@ -371,8 +369,7 @@ def measure_rates(
     def measured(stage: StageModel) -> list[float]:
         judged = stage is not stages[-1]  # the last answer is not measured token by token
         found = torch.tensor([_rates_after(stage, prompt, new, judged) for prompt in prompts], device="cpu").mean(0)
-        means: list[float] = found.tolist()
-        return means
+        return found.tolist()
 
     columns = [stage.by_holders(partial(measured, stage), ranks) for stage in stages]
     token, verify, start = zip(*columns, strict=True)

@@ -32,11 +32,6 @@ GPT_OSS = Expert(interleaved=True, gate=Activation(1.702), offset=1.0, limit=7.0
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def same(result: Any) -> Any:
-    """A result as it is."""
-    return result
-
-
 @dataclass(frozen=True, slots=True)
 class Check:
     """The op that a row is about, which form of it, its inputs, and what of its result has a meaning. `calls` names
@@ -45,8 +40,8 @@ class Check:
     op: str
     form: str
     inputs: Callable[[Draw], Inputs]
-    view: Callable[[Any], Any] = same
-    calls: str | None = None
+    view: Callable[[Any], Any]
+    calls: str | None
 
     @property
     def name(self) -> str:
@@ -54,33 +49,36 @@ class Check:
         return f"{self.op} ({self.form})"
 
 
-def products(
-    rows: int, channels: int, depth: int, bias: bool = False, kind: Activation = SILU
-) -> Callable[[Draw], Inputs]:
+def check(
+    op: str,
+    form: str,
+    inputs: Callable[..., Inputs],
+    *given: Any,
+    view: Callable[[Any], Any] = lambda result: result,
+    calls: str | None = None,
+    **options: Any,
+) -> Check:
+    """A check whose inputs take more than what draws them."""
+    return Check(op, form, lambda draw: inputs(draw, *given, **options), view, calls)
+
+
+def products(draw: Draw, rows: int, channels: int, depth: int, bias: bool = False, kind: Activation = SILU) -> Inputs:
     """x [rows, depth] times `channels` output channels; `kind` is for a gate."""
-
-    def make(draw: Draw) -> Inputs:
-        weight = draw.floats(channels, depth, scale=depth**-0.5)
-        more = {} if kind == SILU else {"kind": kind}
-        return (draw.floats(1, rows, depth), weight, draw.floats(channels) if bias else None), more
-
-    return make
+    weight = draw.floats(channels, depth, scale=depth**-0.5)
+    more = {} if kind == SILU else {"kind": kind}
+    return (draw.floats(1, rows, depth), weight, draw.floats(channels) if bias else None), more
 
 
-def apart(rows: int, channels: Sequence[int], depth: int, kind: Activation | None = None) -> Callable[[Draw], Inputs]:
+def apart(draw: Draw, rows: int, channels: Sequence[int], depth: int, kind: Activation | None = None) -> Inputs:
     """x [rows, depth] times weights of so many output channels each, every other of which has a bias."""
-
-    def make(draw: Draw) -> Inputs:
-        weights = [draw.floats(count, depth, scale=depth**-0.5) for count in channels]
-        biases = [draw.floats(count) if at % 2 else None for at, count in enumerate(channels)]
-        return (draw.floats(1, rows, depth), weights, biases, kind), {}
-
-    return make
+    weights = [draw.floats(count, depth, scale=depth**-0.5) for count in channels]
+    biases = [draw.floats(count) if at % 2 else None for at, count in enumerate(channels)]
+    return (draw.floats(1, rows, depth), weights, biases, kind), {}
 
 
 def stored(
-    rows: int, kind: Codes, block: tuple[int, int], gate: Activation | None = None, **more: bool
-) -> Callable[[Draw], Inputs]:
+    draw: Draw, rows: int, kind: Codes, block: tuple[int, int], gate: Activation | None = None, **more: bool
+) -> Inputs:
     """x [rows, 256] times two weights of 48 channels with scales of blocks; `more` says which of `zeros`, `nested` and
     `on_sums` they have. With a `gate` both have a bias, else one."""
 
@@ -96,72 +94,57 @@ def stored(
         on_sums = more.get("on_sums", False)
         return StoredWeight(codes, kind, scales, block, 256, None, zeros=zeros, nested=nested, on_sums=on_sums)
 
-    def make(draw: Draw) -> Inputs:
-        x, weights, bias = draw.floats(1, rows, 256), [weight(draw), weight(draw)], draw.floats(48)
-        return (x, weights, [bias if gate else None, bias], gate), {}
-
-    return make
+    x, weights, bias = draw.floats(1, rows, 256), [weight(draw), weight(draw)], draw.floats(48)
+    return (x, weights, [bias if gate else None, bias], gate), {}
 
 
-def stored_part(
-    rows: int, kind: Codes, block: tuple[int, int], lines: Sequence[int] = (96,)
-) -> Callable[[Draw], Inputs]:
+def stored_part(draw: Draw, rows: int, kind: Codes, block: tuple[int, int], lines: Sequence[int] = (96,)) -> Inputs:
     """x [rows, 512] times weights of some lines each as a quantiser stores them, with scales of blocks."""
-
-    def make(draw: Draw) -> Inputs:
-        weights = []
-        for count in lines:
-            codes = draw.whole(256, count, 512 * kind.bits // 8).to(torch.uint8)
-            scales = (draw.uniform(count, 512 // block[1]) + 0.5) / 256
-            weights.append(StoredWeight(codes, kind, scales, block, 512, None))
-        return (draw.floats(1, rows, 512), weights, [None] * len(weights)), {}
-
-    return make
+    weights = []
+    for count in lines:
+        codes = draw.whole(256, count, 512 * kind.bits // 8).to(torch.uint8)
+        scales = (draw.uniform(count, 512 // block[1]) + 0.5) / 256
+        weights.append(StoredWeight(codes, kind, scales, block, 512, None))
+    return (draw.floats(1, rows, 512), weights, [None] * len(weights)), {}
 
 
 def attention(
-    nodes: int, extent: int, chain: bool = False, span: Span | None = None, extras: bool = False, size: int = 32
-) -> Callable[[Draw], Inputs]:
+    draw: Draw,
+    nodes: int,
+    extent: int,
+    chain: bool = False,
+    span: Span | None = None,
+    extras: bool = False,
+    size: int = 32,
+) -> Inputs:
     """Two rows of `nodes` queries behind prefixes of different length, four query heads to two key heads."""
-
-    def make(draw: Draw) -> Inputs:
-        _, depths, words = tree(draw, 2, nodes)
-        q = draw.floats(2, nodes, 4, size)
-        k, v = (draw.floats(2, 2, extent, size) for _ in "kv")
-        seen = {"span": span, "depths": None if chain else depths} if span else {}
-        prefix = draw.fixed([extent - nodes - 3, (extent - nodes) // 2])
-        layout = LayoutArguments((prefix, None if chain else words, nodes, nodes, extent, 2), seen)
-        more = {"sinks": draw.floats(4), "cap": 20.0} if extras else {}
-        return (q, k, v, layout, size**-0.5), more
-
-    return make
+    _, depths, words = tree(draw, 2, nodes)
+    q = draw.floats(2, nodes, 4, size)
+    k, v = (draw.floats(2, 2, extent, size) for _ in "kv")
+    seen = {"span": span, "depths": None if chain else depths} if span else {}
+    prefix = draw.fixed([extent - nodes - 3, (extent - nodes) // 2])
+    layout = LayoutArguments((prefix, None if chain else words, nodes, nodes, extent, 2), seen)
+    more = {"sinks": draw.floats(4), "cap": 20.0} if extras else {}
+    return (q, k, v, layout, size**-0.5), more
 
 
-def norm(residual: bool = False, offset: float | None = None) -> Callable[[Draw], Inputs]:
+def norm(draw: Draw, residual: bool = False, offset: float | None = None) -> Inputs:
     """Rows of a width that is no power of 2, with a residual or without."""
-
-    def make(draw: Draw) -> Inputs:
-        x, weight = draw.floats(2, 3, 80), draw.floats(80)
-        return (x, weight, 1e-5, draw.floats(2, 3, 80) if residual else None), {"offset": offset}
-
-    return make
+    x, weight = draw.floats(2, 3, 80), draw.floats(80)
+    return (x, weight, 1e-5, draw.floats(2, 3, 80) if residual else None), {"offset": offset}
 
 
-def rope(norms: bool, scaled: bool = False) -> Callable[[Draw], Inputs]:
+def rope(draw: Draw, norms: bool, scaled: bool = False) -> Inputs:
     """Two rows of three nodes, four query heads to two key heads; with norms of heads, and a factor by position."""
-
-    def make(draw: Draw) -> Inputs:
-        size, rows, nodes = 16, 2, 3
-        angles = draw.uniform(32, size // 2) * 6
-        positions = draw.fixed([[4, 5, 6], [9, 10, 10]])
-        slots = draw.fixed([[4, 5, 6], [9, 10, 11]])
-        k, v = (draw.floats(rows, 2, 32, size) for _ in "kv")
-        weights = (draw.floats(size), draw.floats(size), 1e-6) if norms else ()
-        more = {"factor": draw.uniform(32) + 0.5} if scaled else {}
-        mixed = draw.floats(rows, nodes, (4 + 2 * 2) * size)
-        return (mixed, angles.cos(), angles.sin(), positions, k, v, slots, *weights), more
-
-    return make
+    size, rows, nodes = 16, 2, 3
+    angles = draw.uniform(32, size // 2) * 6
+    positions = draw.fixed([[4, 5, 6], [9, 10, 10]])
+    slots = draw.fixed([[4, 5, 6], [9, 10, 11]])
+    k, v = (draw.floats(rows, 2, 32, size) for _ in "kv")
+    weights = (draw.floats(size), draw.floats(size), 1e-6) if norms else ()
+    more = {"factor": draw.uniform(32) + 0.5} if scaled else {}
+    mixed = draw.floats(rows, nodes, (4 + 2 * 2) * size)
+    return (mixed, angles.cos(), angles.sin(), positions, k, v, slots, *weights), more
 
 
 def walk(draw: Draw) -> Inputs:
@@ -178,38 +161,30 @@ def numbers(draw: Draw) -> Inputs:
     return (streams, draw.fixed([0, 4096]), depths), {}
 
 
-def scores(rows: int, drawn: bool, settings: SamplingSettings | None = None) -> Callable[[Draw], Inputs]:
+def scores(draw: Draw, rows: int, drawn: bool, settings: SamplingSettings | None = None) -> Inputs:
     """Logits of which a few tokens hold the mass, and numbers that fall into the middle of their shares."""
-
-    def make(draw: Draw) -> Inputs:
-        logits = draw.order(300, 1, rows).to(draw.dtype) / 64 - 8
-        best = draw.order(300, 1, rows)[..., :2]
-        logits = logits.scatter(-1, best, draw.fixed([9.0, 9.5], torch.float32).to(draw.dtype).expand(1, rows, 2))
-        number = torch.where(draw.uniform(1, rows) < 0.5, 0.15, 0.8)  # the two best have shares of about .38 and .62
-        return (logits, number if drawn else None, settings), {}
-
-    return make
+    logits = draw.order(300, 1, rows).to(draw.dtype) / 64 - 8
+    best = draw.order(300, 1, rows)[..., :2]
+    logits = logits.scatter(-1, best, draw.fixed([9.0, 9.5], torch.float32).to(draw.dtype).expand(1, rows, 2))
+    number = torch.where(draw.uniform(1, rows) < 0.5, 0.15, 0.8)  # the two best have shares of about .38 and .62
+    return (logits, number if drawn else None, settings), {}
 
 
-def expansion(nodes: int, count: int, below: bool = False) -> Callable[[Draw], Inputs]:
+def expansion(draw: Draw, nodes: int, count: int, below: bool = False) -> Inputs:
     """Logits are whole numbers, all different at a node: p(v) / 16, and its negative at every other node."""
-
-    def make(draw: Draw) -> Inputs:
-        vocab, hidden = 200, 64
-        order = draw.order(vocab)
-        weight = torch.zeros(vocab, hidden, device=draw.device, dtype=torch.float32)
-        weight[:, 0], weight[:, hidden - 1] = order % 16, order // 16
-        x = draw.floats(1, nodes, hidden).float()
-        sign = 1 - 2 * (torch.arange(nodes, device=draw.device) % 2)
-        x[..., 0], x[..., hidden - 1] = sign / 16, sign
-        start = -0.37 * torch.arange(nodes, device=draw.device, dtype=torch.float32)[None]
-        out = None
-        if below:
-            whole = [draw.whole(9, 1, size) for size in (nodes * count, count * count)]
-            out = Candidates(draw.single(1, nodes * count), whole[0], whole[1], 7)
-        return (x.to(draw.dtype), weight.to(draw.dtype), start, count, draw.whole(50, vocab), out), {}
-
-    return make
+    vocab, hidden = 200, 64
+    order = draw.order(vocab)
+    weight = torch.zeros(vocab, hidden, device=draw.device, dtype=torch.float32)
+    weight[:, 0], weight[:, hidden - 1] = order % 16, order // 16
+    x = draw.floats(1, nodes, hidden).float()
+    sign = 1 - 2 * (torch.arange(nodes, device=draw.device) % 2)
+    x[..., 0], x[..., hidden - 1] = sign / 16, sign
+    start = -0.37 * torch.arange(nodes, device=draw.device, dtype=torch.float32)[None]
+    out = None
+    if below:
+        whole = [draw.whole(9, 1, size) for size in (nodes * count, count * count)]
+        out = Candidates(draw.single(1, nodes * count), whole[0], whole[1], 7)
+    return (x.to(draw.dtype), weight.to(draw.dtype), start, count, draw.whole(50, vocab), out), {}
 
 
 def candidates(draw: Draw) -> Inputs:
@@ -295,15 +270,11 @@ def gated(draw: Draw) -> Inputs:
     return (draw.floats(2, 3, 4, 16), draw.floats(2, 3, 4, 16), draw.floats(16), 1e-6), {}
 
 
-def routing(chosen: Routing, corrected: bool = False) -> Callable[[Draw], Inputs]:
+def routing(draw: Draw, chosen: Routing, corrected: bool = False) -> Inputs:
     """Logits of 32 experts that are all different, for five tokens."""
-
-    def make(draw: Draw) -> Inputs:
-        logits = (draw.order(32, 5).to(draw.dtype) - 16) / 8
-        correction = draw.order(32).float() * 1e-3 if corrected else None
-        return (logits, chosen, correction), {}
-
-    return make
+    logits = (draw.order(32, 5).to(draw.dtype) - 16) / 8
+    correction = draw.order(32).float() * 1e-3 if corrected else None
+    return (logits, chosen, correction), {}
 
 
 def by_expert(result: Any) -> Any:
@@ -313,20 +284,16 @@ def by_expert(result: Any) -> Any:
     return chosen.gather(-1, order), shares.gather(-1, order)
 
 
-def mixture(tokens: int, kind: Expert) -> Callable[[Draw], Inputs]:
+def mixture(draw: Draw, tokens: int, kind: Expert) -> Inputs:
     """Four experts with a shared one."""
-
-    def make(draw: Draw) -> Inputs:
-        size, inner = 64, 48
-        chosen = draw.order(4, tokens)[:, :2].contiguous()
-        weights = draw.floats(4, 2 * inner, size, scale=size**-0.5), draw.floats(4, size, inner, scale=inner**-0.5)
-        shares = draw.uniform(tokens, 2).to(draw.dtype)
-        return (draw.floats(tokens, size), *weights, chosen, shares, kind), {"shared": draw.floats(tokens, size)}
-
-    return make
+    size, inner = 64, 48
+    chosen = draw.order(4, tokens)[:, :2].contiguous()
+    weights = draw.floats(4, 2 * inner, size, scale=size**-0.5), draw.floats(4, size, inner, scale=inner**-0.5)
+    shares = draw.uniform(tokens, 2).to(draw.dtype)
+    return (draw.floats(tokens, size), *weights, chosen, shares, kind), {"shared": draw.floats(tokens, size)}
 
 
-def stored_mixture(tokens: int, kind: Expert) -> Callable[[Draw], Inputs]:
+def stored_mixture(draw: Draw, tokens: int, kind: Expert) -> Inputs:
     """Four experts in MXFP4 with biases."""
 
     def weights(draw: Draw, channels: int, depth: int) -> StoredExperts:
@@ -334,15 +301,12 @@ def stored_mixture(tokens: int, kind: Expert) -> Callable[[Draw], Inputs]:
         scales = (draw.whole(3, 4 * channels, depth // 32) + 121).to(torch.uint8).view(torch.float8_e8m0fnu)
         return StoredExperts(StoredWeight(codes, MXFP4, scales, (1, 32), depth, None), 4)
 
-    def make(draw: Draw) -> Inputs:
-        size, inner = 96, 64
-        chosen = draw.order(4, tokens)[:, :2].contiguous()
-        shares = draw.uniform(tokens, 2).to(draw.dtype)
-        experts = weights(draw, 2 * inner, size), weights(draw, size, inner)
-        biases = {"gate_up_bias": draw.floats(4, 2 * inner), "down_bias": draw.floats(4, size)}
-        return (draw.floats(tokens, size), *experts, chosen, shares, kind), biases
-
-    return make
+    size, inner = 96, 64
+    chosen = draw.order(4, tokens)[:, :2].contiguous()
+    shares = draw.uniform(tokens, 2).to(draw.dtype)
+    experts = weights(draw, 2 * inner, size), weights(draw, size, inner)
+    biases = {"gate_up_bias": draw.floats(4, 2 * inner), "down_bias": draw.floats(4, size)}
+    return (draw.floats(tokens, size), *experts, chosen, shares, kind), biases
 
 
 SIZES = {"keys": 2, "values": 4, "key": 16, "value": 16}
@@ -379,14 +343,10 @@ def delta_commit(draw: Draw) -> Inputs:
     return (states, held, inputs, mixed, updates, grown, path, accepted, active), {}
 
 
-def convolution(chain: bool) -> Callable[[Draw], Inputs]:
+def convolution(draw: Draw, chain: bool) -> Inputs:
     """Six nodes of a text or of trees, behind four inputs that are held."""
-
-    def make(draw: Draw) -> Inputs:
-        parents = None if chain else tree(draw, 2, 6)[0]
-        return (draw.floats(2, 6, CHANNELS), draw.floats(CHANNELS, 4), draw.floats(2, 4, CHANNELS), parents), {}
-
-    return make
+    parents = None if chain else tree(draw, 2, 6)[0]
+    return (draw.floats(2, 6, CHANNELS), draw.floats(CHANNELS, 4), draw.floats(2, 4, CHANNELS), parents), {}
 
 
 def held(draw: Draw) -> Inputs:
@@ -402,78 +362,78 @@ def likeliest(draw: Draw) -> Inputs:
 LONG = 1100
 """Cache slots that several programs share."""
 CHECKS: tuple[Check, ...] = (
-    Check("linear", "one row", products(1, 96, 256)),
-    Check("linear", "one row, a bias and an odd depth", products(1, 40, 200, bias=True)),
-    Check("linear", "5 rows", products(5, 96, 256)),
-    Check("linear", "5 rows, deep", products(5, 64, 4096, bias=True)),
-    Check("linears", "one row", apart(1, (96, 32, 32), 256)),
-    Check("linears", "5 rows", apart(5, (96, 32, 32), 256)),
-    Check("linears", "20 rows, a gate", apart(20, (64, 64), 256, SILU)),
-    Check("linears", "5 rows, a gate of GELU", apart(5, (48, 48), 256, GELU_TANH)),
-    Check("stored_linears", "int8 by lines, one row", stored(1, INT8, (1, 256), on_sums=True)),
-    Check("stored_linears", "e4m3 in blocks, 5 rows", stored(5, E4M3, (16, 128))),
-    Check("stored_linears", "e4m3 in blocks, a gate, 20 rows", stored(20, E4M3, (16, 128), SILU)),
-    Check("stored_linears", "4 bits, zero points, 20 rows", stored(20, PACKED4, (1, 32), zeros=True)),
-    Check("stored_linears", "a table, nested scales, 80 rows", stored(80, NF4, (1, 64), nested=True)),
-    Check("stored_linears", "4 bits, zero points, many rows", stored(520, PACKED4, (1, 32), zeros=True)),
-    Check("stored_parts", "int8 by lines, 20 rows", stored_part(20, INT8, (1, 512))),
-    Check("stored_parts", "4 bits, groups, 5 rows", stored_part(5, PACKED4, (1, 128))),
-    Check("stored_parts", "three in int8, 10 rows", stored_part(10, INT8, (1, 512), (96, 32, 32))),
-    Check("gate_up", "one row", products(1, 2 * 48, 256)),
-    Check("gate_up", "5 rows", products(5, 2 * 48, 256)),
-    Check("gate_up", "5 rows, GELU", products(5, 2 * 48, 256, kind=GELU_TANH)),
-    Check("gate_up", "20 rows", products(20, 2 * 64, 256, bias=True)),
-    Check("gate_up", "80 rows", products(80, 2 * 48, 64)),
-    Check("linear_parts", "5 rows, deep", products(5, 64, 4096, bias=True)),
-    Check("attention_layout", "trees", attention(6, 60), calls="tree_attention"),
-    Check("tree_attention", "few queries", attention(1, 60, chain=True)),
-    Check("tree_attention", "few queries, a long text", attention(2, LONG)),
-    Check("tree_attention", "trees", attention(20, 90)),
-    Check("tree_attention", "trees, a long text", attention(20, LONG)),
-    Check("tree_attention", "a chain, windows", attention(20, 90, chain=True, span=Span(16))),
-    Check("tree_attention", "trees, chunks", attention(12, 90, span=Span(16, chunk=True))),
-    Check("tree_attention", "sinks and a cap", attention(20, 90, extras=True)),
-    Check("tree_attention", "few queries, sinks and a cap", attention(1, 90, extras=True)),
-    Check("rms_norm", "alone", norm()),
-    Check("rms_norm", "of a sum, with an offset", norm(residual=True, offset=1.0)),
-    Check("stack", "trees", layers(5, biased=True)),
-    Check("stack", "one token, norms of heads, weights side by side", layers(1, apart=False, norms=True, offset=1.0)),
-    Check("stack", "a head's input", layers(3, given=True, single=True)),
-    Check("rope_cache", "plain", rope(norms=False)),
-    Check("rope_cache", "norms", rope(norms=True)),
-    Check("rope_cache", "a factor by position", rope(norms=False, scaled=True)),
-    Check("gate_heads", "plain", gates),
-    Check("gated_norm", "plain", gated),
-    Check("route", "softmax", routing(Routing(4, normalised=True)), by_expert),
-    Check("route", "groups", routing(GROUPED, corrected=True), by_expert),
-    Check("experts", "few tokens", mixture(3, Expert())),
-    Check("experts", "40 tokens, interleaved", mixture(40, GPT_OSS)),
-    Check("stored_experts", "one token", stored_mixture(1, GPT_OSS)),
-    Check("stored_experts", "20 tokens", stored_mixture(20, GPT_OSS)),
-    Check("kv_block_copy", "overlap", moves),
-    Check("tree_input", "trees", places),
-    Check("commit_slots", "two rows", commitment),
-    Check("emit", "two rows", emission),
-    Check("path_pairs", "two rows", pairs),
-    Check("keep_last", "two rows", last_pairs),
-    Check("keep_pair", "three rows", kept_pair),
-    Check("topk_logprobs", "three rows", likeliest),
-    Check("topk_expand", "one node", expansion(1, 4)),
-    Check("topk_expand", "6 nodes", expansion(6, 4, below=True)),
-    Check("topk_expand", "20 children", expansion(2, 20)),
-    Check("next_frontier", "two rows", frontier),
-    Check("head_input", "two rows", head),
-    Check("frontier_input", "two rows, an offset", lambda draw: ((*frontier(draw)[0], *fed(draw), 1.0), {})),
-    Check("tree_build", "two levels", candidates),
-    Check("draws", "two rows", numbers),
-    Check("pick", "the likeliest", scores(3, drawn=False)),
-    Check("pick", "a draw", scores(3, drawn=True)),
-    Check("pick", "a draw under settings", scores(3, True, SamplingSettings(0.9, 20, 0.99, 0.01))),
-    Check("posterior_walk", "two rows", walk),
-    Check("tree_conv", "trees", convolution(chain=False)),
-    Check("tree_conv", "a text", convolution(chain=True)),
-    Check("hold", "two rows", held),
-    Check("delta_tree", "trees", delta_tree),
-    Check("delta_chain", "a text", delta_chain, lambda out: (out[0, :13], out[1])),
-    Check("delta_commit", "two rows", delta_commit),
+    check("linear", "one row", products, 1, 96, 256),
+    check("linear", "one row, a bias and an odd depth", products, 1, 40, 200, bias=True),
+    check("linear", "5 rows", products, 5, 96, 256),
+    check("linear", "5 rows, deep", products, 5, 64, 4096, bias=True),
+    check("linears", "one row", apart, 1, (96, 32, 32), 256),
+    check("linears", "5 rows", apart, 5, (96, 32, 32), 256),
+    check("linears", "20 rows, a gate", apart, 20, (64, 64), 256, SILU),
+    check("linears", "5 rows, a gate of GELU", apart, 5, (48, 48), 256, GELU_TANH),
+    check("stored_linears", "int8 by lines, one row", stored, 1, INT8, (1, 256), on_sums=True),
+    check("stored_linears", "e4m3 in blocks, 5 rows", stored, 5, E4M3, (16, 128)),
+    check("stored_linears", "e4m3 in blocks, a gate, 20 rows", stored, 20, E4M3, (16, 128), SILU),
+    check("stored_linears", "4 bits, zero points, 20 rows", stored, 20, PACKED4, (1, 32), zeros=True),
+    check("stored_linears", "a table, nested scales, 80 rows", stored, 80, NF4, (1, 64), nested=True),
+    check("stored_linears", "4 bits, zero points, many rows", stored, 520, PACKED4, (1, 32), zeros=True),
+    check("stored_parts", "int8 by lines, 20 rows", stored_part, 20, INT8, (1, 512)),
+    check("stored_parts", "4 bits, groups, 5 rows", stored_part, 5, PACKED4, (1, 128)),
+    check("stored_parts", "three in int8, 10 rows", stored_part, 10, INT8, (1, 512), (96, 32, 32)),
+    check("gate_up", "one row", products, 1, 2 * 48, 256),
+    check("gate_up", "5 rows", products, 5, 2 * 48, 256),
+    check("gate_up", "5 rows, GELU", products, 5, 2 * 48, 256, kind=GELU_TANH),
+    check("gate_up", "20 rows", products, 20, 2 * 64, 256, bias=True),
+    check("gate_up", "80 rows", products, 80, 2 * 48, 64),
+    check("linear_parts", "5 rows, deep", products, 5, 64, 4096, bias=True),
+    check("attention_layout", "trees", attention, 6, 60, calls="tree_attention"),
+    check("tree_attention", "few queries", attention, 1, 60, chain=True),
+    check("tree_attention", "few queries, a long text", attention, 2, LONG),
+    check("tree_attention", "trees", attention, 20, 90),
+    check("tree_attention", "trees, a long text", attention, 20, LONG),
+    check("tree_attention", "a chain, windows", attention, 20, 90, chain=True, span=Span(16)),
+    check("tree_attention", "trees, chunks", attention, 12, 90, span=Span(16, chunk=True)),
+    check("tree_attention", "sinks and a cap", attention, 20, 90, extras=True),
+    check("tree_attention", "few queries, sinks and a cap", attention, 1, 90, extras=True),
+    check("rms_norm", "alone", norm),
+    check("rms_norm", "of a sum, with an offset", norm, residual=True, offset=1.0),
+    check("stack", "trees", layers, 5, biased=True),
+    check("stack", "one token, norms of heads, weights side by side", layers, 1, apart=False, norms=True, offset=1.0),
+    check("stack", "a head's input", layers, 3, given=True, single=True),
+    check("rope_cache", "plain", rope, norms=False),
+    check("rope_cache", "norms", rope, norms=True),
+    check("rope_cache", "a factor by position", rope, norms=False, scaled=True),
+    check("gate_heads", "plain", gates),
+    check("gated_norm", "plain", gated),
+    check("route", "softmax", routing, Routing(4, normalised=True), view=by_expert),
+    check("route", "groups", routing, GROUPED, corrected=True, view=by_expert),
+    check("experts", "few tokens", mixture, 3, Expert()),
+    check("experts", "40 tokens, interleaved", mixture, 40, GPT_OSS),
+    check("stored_experts", "one token", stored_mixture, 1, GPT_OSS),
+    check("stored_experts", "20 tokens", stored_mixture, 20, GPT_OSS),
+    check("kv_block_copy", "overlap", moves),
+    check("tree_input", "trees", places),
+    check("commit_slots", "two rows", commitment),
+    check("emit", "two rows", emission),
+    check("path_pairs", "two rows", pairs),
+    check("keep_last", "two rows", last_pairs),
+    check("keep_pair", "three rows", kept_pair),
+    check("topk_logprobs", "three rows", likeliest),
+    check("topk_expand", "one node", expansion, 1, 4),
+    check("topk_expand", "6 nodes", expansion, 6, 4, below=True),
+    check("topk_expand", "20 children", expansion, 2, 20),
+    check("next_frontier", "two rows", frontier),
+    check("head_input", "two rows", head),
+    check("frontier_input", "two rows, an offset", lambda draw: ((*frontier(draw)[0], *fed(draw), 1.0), {})),
+    check("tree_build", "two levels", candidates),
+    check("draws", "two rows", numbers),
+    check("pick", "the likeliest", scores, 3, drawn=False),
+    check("pick", "a draw", scores, 3, drawn=True),
+    check("pick", "a draw under settings", scores, 3, True, SamplingSettings(0.9, 20, 0.99, 0.01)),
+    check("posterior_walk", "two rows", walk),
+    check("tree_conv", "trees", convolution, chain=False),
+    check("tree_conv", "a text", convolution, chain=True),
+    check("hold", "two rows", held),
+    check("delta_tree", "trees", delta_tree),
+    check("delta_chain", "a text", delta_chain, view=lambda out: (out[0, :13], out[1])),
+    check("delta_commit", "two rows", delta_commit),
 )

@@ -114,8 +114,7 @@ def _tensor_value(tensor: Tensor) -> Hashable:
     known = _read.get(tensor)
     if known is None or known[:2] != state:
         _read[tensor] = known = (*state, _bytes(tensor))
-    values: Hashable = known[2]
-    return values
+    return known[2]
 
 
 def _bytes(tensor: Tensor) -> Hashable:

@@ -161,11 +161,6 @@ def is_besides_tokens(name: str) -> bool:
     return name in FIRST_PASS or name.startswith(STEMS)
 
 
-def first_inputs(model: Any, ids: Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments that plain decoding's own pass over a prompt hands to the model, of what `generate` has prepared."""
-    return model.prepare_inputs_for_generation(ids, is_first_iteration=True, **inputs)
-
-
 def first_pass(model: Any, ids: Tensor, config: Any, inputs: dict[str, Any]) -> Any:
     """Plain decoding's own pass over a prompt, whole, its cache among the inputs -> the model's output."""
     whole = copy.copy(config)
@@ -272,8 +267,7 @@ def dtype_of(model: Any) -> torch.dtype:
                 if each.dim() > 1 and id(each) not in apart:
                     apart.add(id(each))
                     counts[each.dtype] += each.numel()
-    dtype: torch.dtype = model.dtype
-    return counts.most_common(1)[0][0] if counts else dtype
+    return counts.most_common(1)[0][0] if counts else model.dtype
 
 
 def stack_of(base: Any) -> Any:
@@ -315,8 +309,7 @@ def dequantised_method(model: Any) -> str | None:
         held, _ = PreTrainedConfig.get_config_dict(model.config.name_or_path, local_files_only=True)
     except OSError:
         return None
-    told: str | None = (held.get("quantization_config") or {}).get("quant_method")
-    return told
+    return (held.get("quantization_config") or {}).get("quant_method")
 
 
 def names_of_weights(model: Any, keys: Iterable[str]) -> dict[str, str]:

@@ -13,8 +13,7 @@ from fastspec.generation.decoder_layer import FullAttention, Gated, LayerParts, 
 from fastspec.generation.ops import Ops
 from fastspec.patches.hf.changes import Snapshot
 from fastspec.patches.hf.compat import device_of, processes_of
-from fastspec.patches.hf.experts import RoutedExperts
-from fastspec.patches.hf.layer_weights import keeps_activations
+from fastspec.patches.hf.layer_weights import RoutedExperts, keeps_activations
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import Mode
 from fastspec.patches.hf.parallel import Reduced
@@ -46,16 +45,12 @@ def refuse_device(ops: Ops, dtype: torch.dtype) -> None:
 
 
 class Defaults:
-    """What `patch(exact=None, stored=None)` comes to for a model, as it was at the last look. A deep copy has seen
-    none."""
+    """What `patch(exact=None, stored=None)` comes to for a model, as it was at the last look."""
 
     def __init__(self) -> None:
         self._seen: Snapshot | None = None
         self._stored: bool | None = None
         self._why: dict[bool, str | None] = {}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Defaults:
-        return Defaults()
 
     def look(self, model: Any) -> Mode:
         """Mode that a model runs in now, outside autocast. What was found of one that has changed since the last look
@@ -91,8 +86,9 @@ class Defaults:
         if (reason := unfit(ops, mode.dtype)) is not None:
             return reason
         width = model.config.get_text_config().hidden_size
-        if not is_measured(model):
-            return f"its cost was not measured on {device_name(device_of(model))}: {ASK}"
+        place = device_name(device_of(model))
+        if place not in MEASURED:
+            return f"its cost was not measured on {place}: {ASK}"
         if width < WIDE:
             return f"layers of {width} channels, under {WIDE}, take longer by it: {ASK}"
         assert mode.adapter is not None  # as it has these kernels
@@ -112,11 +108,6 @@ class Defaults:
             except Unsupported as error:
                 self._why[stored] = str(error).removeprefix("exact=True: ").removesuffix(f": {HINT}")
         return self._why[stored]
-
-
-def is_measured(model: Any) -> bool:
-    """True of a model on a GPU whose figures decide what is done by itself."""
-    return device_name(device_of(model)) in MEASURED
 
 
 def refuse_parts(model: Any, layers: Sequence[LayerParts]) -> None:

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from fastspec.errors import Unsupported
 from fastspec.kernels.quantised import reference
 from fastspec.kernels.quantised.reference import PACKED4, PACKED8, StoredWeight, halves
+from fastspec.patches.hf.checkpoint_files import FLOATS, Header, MissingWeight, headers_of
 from fastspec.patches.hf.compat import change_count, names_of_weights
-from fastspec.patches.hf.packed_files import FLOATS, Header, MissingWeight, headers_of
 
 KINDS = {4: PACKED4, 8: PACKED8}
 ONES = {bits: sum(1 << at for at in range(0, 32, bits)) for bits in KINDS}
@@ -326,7 +326,8 @@ def _packed_layer(
         size = named
     if not 0 < groups <= depth or -(-depth // size) != groups:
         raise Unsupported(f"{groups} groups do not fit {depth} input channels")
-    meta = {}
-    for name, header in own.items():
-        meta[name] = torch.empty(header.shape, dtype=FLOATS.get(header.dtype, torch.int32), device="meta")
+    meta = {
+        name: torch.empty(header.shape, dtype=FLOATS.get(header.dtype, torch.int32), device="meta")
+        for name, header in own.items()
+    }
     return PackedLinear(layout, int(bits), size, depth, count, meta)

@@ -39,10 +39,19 @@ from fastspec.kernels.linear.reference import joined
 from fastspec.kernels.recurrent.reference import DecayRates
 from fastspec.patches.hf.compat import device_of, dtype_of, local_part
 from fastspec.patches.hf.config_fields import attention_name
-from fastspec.patches.hf.experts import experts_of, gate_of, is_mixture, is_own, mixture_of
 from fastspec.patches.hf.families import Adapter, PositionFactor
-from fastspec.patches.hf.layer_weights import holds_stored, pack_layer, products_of, projections
-from fastspec.patches.hf.modes import decoder_of, is_foreign, is_wrapped, lm_head_of, norms_heads
+from fastspec.patches.hf.layer_weights import (
+    experts_of,
+    gate_of,
+    holds_stored,
+    is_mixture,
+    is_own,
+    mixture_of,
+    pack_layer,
+    products_of,
+    projections,
+)
+from fastspec.patches.hf.modes import decoder_of, is_foreign, is_wrapped, lm_head_of
 from fastspec.patches.hf.parallel import ParallelStyle, product_of_shares, share_of, weights_of
 from fastspec.patches.hf.quantised import AdaptedLinear, base_of, stored_layers
 from fastspec.patches.hf.replaced import has_replaced_methods
@@ -77,8 +86,10 @@ def _angles(model: Any, parts: Adapter, kind: str | None, count: int) -> tuple[T
         ones = torch.ones(count, 1, dtype=dtype_of(model), device=device)
         return ones, torch.zeros_like(ones)
     places = torch.arange(count, device=device)[None]
-    if _has_sections(rotary, model.config.get_text_config()):
-        places = places.expand(3, 1, -1)  # of text all three are the same
+    sections = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    if hasattr(rotary, "mrope_section") or "mrope_section" in sections:
+        # in time, height and width, of text the same; since transformers 5.20 the forward takes one for all three too
+        places = places.expand(3, 1, -1)
     given = torch.zeros(1, dtype=dtype_of(model), device=device), places
     found = rotary(*given) if kind in (None, NO_ROTATION) else rotary(*given, kind)
     cos, sin = (found.real, found.imag) if isinstance(found, Tensor) else found  # one complex number an angle
@@ -89,12 +100,6 @@ def _angles(model: Any, parts: Adapter, kind: str | None, count: int) -> tuple[T
         return cos[0, :, ::2].contiguous(), sin[0, :, ::2].contiguous()
     half = cos.shape[-1] if parts.angles_once or isinstance(found, Tensor) else cos.shape[-1] // 2
     return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
-
-
-def _has_sections(rotary: Any, config: Any) -> bool:
-    """True where a rotary module takes three positions of a token, in time, height and width; since transformers 5.20
-    its forward takes one for all three."""
-    return hasattr(rotary, "mrope_section") or "mrope_section" in (getattr(config, "rope_parameters", None) or {})
 
 
 KEYED = torch.float32, torch.float16, torch.bfloat16
@@ -225,7 +230,7 @@ def _head_norms(
     parts: Adapter, attn: Any, state: FullAttentionState, owns: bool
 ) -> tuple[Tensor | None, Tensor | None, float]:
     """Weights of the norms of each head's queries and keys, and what these add to a mean square."""
-    if norms_heads(parts, attn):
+    if parts.qk_norm and (not parts.normed_if or getattr(attn, parts.normed_if)):
         norms = attn.q_norm, attn.k_norm if owns else attn.q_norm
         eps, other = (getattr(each, parts.eps) for each in norms)
         if eps != other:
@@ -379,23 +384,20 @@ def norm_of(module: Any, ops: Ops, parts: Adapter) -> Norm:
 def mlp_of(parts: Adapter, mlp: Any, ops: Ops) -> Product:
     """The feed-forward: fused where plain and gated by SiLU or GELU, a mixture by the backend's op if it has one."""
     dense = parts.gated_mlp and hasattr(mlp, "gate_proj")
-    own = is_own(mlp)
+    own, kind = is_own(mlp), gate_of(mlp, parts.act)
     inner = weights_of((mlp.gate_proj, mlp.up_proj)) if dense and own else None
     if inner is not None and weights_of((mlp.down_proj,), behind=True) is not None:
-        kind = gate_of(mlp, parts.act)
         if kind is not None:
             return gated(ops, inner[0], inner[1], product_of((mlp.down_proj,), ops, parts=True), kind)
         return _gated_apart(parts, mlp, ops)
     if dense and ops.stored_linears is not None and holds_stored(mlp):
-        kind, stored = gate_of(mlp, parts.act), stored_layers((mlp.gate_proj, mlp.up_proj))
+        stored = stored_layers((mlp.gate_proj, mlp.up_proj))
         if kind is None or stored is None:
             return _gated_apart(parts, mlp, ops)
         return Gated(StoredLinears(ops, stored, kind), product_of((mlp.down_proj,), ops, parts=True))
-    if parts.gate_up and own and all(map(is_plain, (getattr(mlp, parts.gate_up), mlp.down_proj))):
-        kind = gate_of(mlp, parts.act)
-        if kind is not None:
-            gate_up = product(ops, (getattr(mlp, parts.gate_up),), kind=kind)
-            return Gated(gate_up, product(ops, (mlp.down_proj,), parts=True))
+    whole = getattr(mlp, parts.gate_up, None)
+    if whole is not None and own and kind is not None and all(map(is_plain, (whole, mlp.down_proj))):
+        return Gated(product(ops, (whole,), kind=kind), product(ops, (mlp.down_proj,), parts=True))
     for compute, is_stored in ((ops.experts, False), (ops.stored_experts, True)):
         if parts.mixture is not None and compute is not None and is_mixture(parts.mixture, mlp, stored=is_stored):
             return mixture_of(parts.mixture, mlp, ops)
@@ -451,8 +453,7 @@ class ModelLayers(LayerFamily):
             position_embeddings=rotary(hidden, positions),
             fastspec_attend=attend,
         )
-        found: Tensor = out[0] if isinstance(out, tuple) else out
-        return found
+        return out[0] if isinstance(out, tuple) else out
 
 
 CALLERS = "fastspec_callers"

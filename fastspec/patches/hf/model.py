@@ -21,9 +21,8 @@ from fastspec.kernels.attention.reference import AttentionLayout, Span
 from fastspec.patches.hf.cache import SlotCache, cache_argument, sequence_state
 from fastspec.patches.hf.compat import dtype_of, layer_inputs
 from fastspec.patches.hf.config_fields import layer_count, layer_shapes, recurrent_layers, rope_bound
-from fastspec.patches.hf.experts import waits_for_host
 from fastspec.patches.hf.families import Adapter
-from fastspec.patches.hf.layer_weights import reads_outliers
+from fastspec.patches.hf.layer_weights import reads_outliers, waits_for_host
 from fastspec.patches.hf.layers import layer_parts, norm_of, rotary_kinds, rotary_tables, vocabulary_of
 from fastspec.patches.hf.limits import check_length, dropped_spans, layer_spans, length_limits, position_rows
 from fastspec.patches.hf.modes import decoder_of, is_watched, is_wrapped

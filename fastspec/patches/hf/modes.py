@@ -32,7 +32,6 @@ from fastspec.patches.hf.parallel import check_placement, check_shares, devices_
 from fastspec.patches.hf.replaced import (
     calls_original,
     foreign_attention,
-    foreign_masks,
     home_of,
     is_strangers,
     replaced_functions,
@@ -129,11 +128,12 @@ def _check_masks(name: str, config: Any) -> None:
 
 def refuse_foreign_masks(model: Any) -> None:
     """Raise Unsupported where a function of someone else's makes the masks of a model in generic mode."""
-    for label, function in foreign_masks(replaced_functions(model, list(model.modules()))):
-        raise Unsupported(
-            f"{label} is someone else's ({where_defined(function)}), and a draft tree brings a mask of its own, which "
-            "passes it by: put transformers' own back"
-        )
+    for label, function in replaced_functions(model, list(model.modules())):
+        if "mask" in label.rpartition(".")[2] or label.startswith("the mask"):
+            raise Unsupported(
+                f"{label} is someone else's ({where_defined(function)}), and a draft tree brings a mask of its own, "
+                "which passes it by: put transformers' own back"
+            )
 
 
 def refuse_lost_cache(model: Any) -> None:
@@ -259,11 +259,6 @@ def _looped_over(model: Any, adapter: Adapter) -> list[nn.Module]:
     owners = decoder, *layers, *attention
     dropouts = [child for owner in owners for name, child in owner.named_children() if NOISE[0] in name]
     return [model, *within, model.base_model, decoder, *layers, *attention, *norms, *inner, *dropouts]
-
-
-def norms_heads(adapter: Adapter, attention: Any) -> bool:
-    """True where an attention norms each head's queries and keys."""
-    return adapter.qk_norm and (not adapter.normed_if or bool(getattr(attention, adapter.normed_if)))
 
 
 def _why_not(model: Any, adapter: Adapter) -> str | None:

@@ -216,10 +216,9 @@ class Reduced:
     def __call__(self, x: Tensor) -> Summed:
         ops, group, weight, bias = self.ops, self.share.group, self.share.weight, self.share.bias
         x = self.share.own(x)
-        if bias is not None:
-            return ops.all_reduce(ops.linear(x, weight, None), group) + bias
-        if not self.parts:
-            return ops.all_reduce(ops.linear(x, weight, None), group)
+        if bias is not None or not self.parts:
+            found = ops.all_reduce(ops.linear(x, weight, None), group)
+            return found if bias is None else found + bias
         multiply = ops.linear_parts or ops.linear
         # a norm that multiplies by itself does so by units of its own
         own = multiply(x, weight, None) if ops.exact else DeferredProduct(x, weight, None, multiply)

@@ -41,12 +41,13 @@ TABLE_CODES = {"nf4": NF4, "fp4": FP4}
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format: its name, what has a class of the library (the module, or its attribute `at`), and the reader."""
+    """A format: its name, what has a class of the library (the module, or its attribute `at`), and the reader, or why
+    there is none."""
 
     name: str
     library: str
     kind: str
-    read: Callable[[Any], Read]
+    read: Callable[[Any], Read] | str
     at: str = ""
     unpacked: bool = False
     """True where the library unpacks all weights of a model at its first forward pass."""
@@ -188,10 +189,6 @@ def _mxfp4(module: Any) -> Read:
     return parts if why is None else why
 
 
-def _not_read(why: str) -> Callable[[Any], Read]:
-    return lambda module: why
-
-
 def _always(module: Any) -> bool:
     return True
 
@@ -223,18 +220,18 @@ FORMATS = (
     ),
     Format("draft heads in 8 bits", "fastspec", "RoundedLinear", lambda layer: whole(layer.weight)),
     Format("bitsandbytes int8", "bitsandbytes", "Linear8bitLt", _bitsandbytes8, rounds=_always),
-    Format("optimum-quanto", "optimum", "QLinear", _not_read("its tensors are not read: torchao's int8 are")),
-    Format("HQQ", "hqq", "HQQLinear", _not_read("its tensors are not read: bitsandbytes' 4 bits are")),
-    Format("NVFP4", "transformers", "NVFP4Linear", _not_read("its tensors are not read")),
-    Format("GGUF", "transformers", "GgufLinear", _not_read("its blocks are not read")),
-    Format("GGUF", "transformers", "GgufExperts", _not_read("experts are not read")),
-    Format("fine-grained FP8", "transformers", "FP8Experts", _not_read("experts are not read"), rounds=_always),
+    Format("optimum-quanto", "optimum", "QLinear", "its tensors are not read: torchao's int8 are"),
+    Format("HQQ", "hqq", "HQQLinear", "its tensors are not read: bitsandbytes' 4 bits are"),
+    Format("NVFP4", "transformers", "NVFP4Linear", "its tensors are not read"),
+    Format("GGUF", "transformers", "GgufLinear", "its blocks are not read"),
+    Format("GGUF", "transformers", "GgufExperts", "experts are not read"),
+    Format("fine-grained FP8", "transformers", "FP8Experts", "experts are not read", rounds=_always),
     Format("MXFP4", "fastspec", "PackedExperts", _mxfp4),
     Format(
         "MXFP4",
         "transformers",
         "Mxfp4GptOssExperts",
-        _not_read("its experts are laid anew: those of fastspec.models.load_model(..., packed=True) are read"),
+        "its experts are laid anew: those of fastspec.models.load_model(..., packed=True) are read",
     ),
 )
 KEPT = {
@@ -266,7 +263,7 @@ def read(module: Any) -> Read:
     forward = module.__dict__.get("forward")
     if forward is not None and not (row.unpacked and _is_of(forward, row.library)):
         return "its forward is replaced"
-    return row.read(module)
+    return row.read if isinstance(row.read, str) else row.read(module)
 
 
 def _is_of(forward: Any, library: str) -> bool:
@@ -292,8 +289,7 @@ class StoredLinear:
     @property
     def bias(self) -> Tensor | None:
         """[M]."""
-        bias: Tensor | None = self.module.bias
-        return bias
+        return self.module.bias
 
 
 LORA = "peft.tuners.lora."
@@ -310,29 +306,16 @@ def base_of(module: Any) -> Any:
     return module if others or apart else base
 
 
-class _Product(nn.Module):
-    """A product as a module."""
-
-    def __init__(self, product: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.product = product
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] -> [..., M]."""
-        return self.product(x)
-
-
 class AdaptedLinear:
     """A LoRA layer by its own forward, with `product`, x [..., K] -> [..., M], for the layer inside."""
 
     def __init__(self, module: Any, product: Callable[[Tensor], Tensor]) -> None:
-        self.module, self.base = module, _Product(product)
+        self.module, self.product = module, product
 
     def __call__(self, x: Tensor) -> Tensor:
         twin = copy.copy(self.module)
-        twin._modules = {**self.module._modules, "base_layer": self.base}
-        out: Tensor = twin(x)
-        return out
+        twin._modules = {**self.module._modules, "base_layer": self.product}
+        return twin(x)
 
 
 def stored_layers(modules: Sequence[Any]) -> tuple[StoredLinear, ...] | None:

@@ -83,15 +83,6 @@ def foreign_attention(model: Any) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in attention_functions(model) if is_strangers(value)]
 
 
-def foreign_masks(functions: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Of replaced functions those that make masks: a tree's own mask would pass them by in every mode."""
-    return [
-        (name, function)
-        for name, function in functions
-        if "mask" in name.rpartition(".")[2] or name.startswith("the mask")
-    ]
-
-
 def is_strangers(value: Any) -> bool:
     """True for a function whose code, or that of one that it wraps, none of the known packages holds, or an object that
     can be called whose class none of them holds."""

@@ -141,6 +141,7 @@ def _computed(model: Any) -> torch.dtype:
 
 def _judge(model: Any, reads_source: bool, adapter: Adapter | None) -> bool:
     name, dtype = type(model).__name__, _computed(model)
+    bound = BOUNDS.get(dtype, BOUNDS[torch.bfloat16])
     try:
         before = 0.0 if reads_source else _apart(*_after_prompt(model, adapter), dtype)
         for draw in DRAWS:
@@ -150,8 +151,8 @@ def _judge(model: Any, reads_source: bool, adapter: Adapter | None) -> bool:
                     f"{name} gives logits that are NaN or infinite for random texts in "
                     f"{str(dtype).removeprefix('torch.')}: look for NaN in its weights, and for a dtype that overflows"
                 )
-            if found <= _bound(dtype):
-                return before <= _bound(dtype)
+            if found <= bound:
+                return before <= bound
     except Unsupported:
         raise
     except Exception as error:
@@ -184,10 +185,6 @@ def _apart(got: Tensor, want: Tensor, dtype: torch.dtype) -> float:
     """Distance of logits [n, V], in standard deviations; NaN where one of them is NaN or infinite."""
     apart = (got.float() - want.float()).pow(2).mean(-1).sqrt() / want.float().std(-1).clamp(min=1e-30)
     return float(apart.max() if dtype in WHOLE else apart.median())
-
-
-def _bound(dtype: torch.dtype) -> float:
-    return BOUNDS.get(dtype, BOUNDS[torch.bfloat16])
 
 
 def _span_settings(model: Any) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastspec.generation.tree import TokenTree
 from fastspec.kernels.attention import tree
 from fastspec.kernels.attention.launches import TreeLaunch
 from fastspec.kernels.attention.layout import attention_layout
@@ -120,7 +121,8 @@ def _attention(op: str, place: Place, about: Any, device: torch.device) -> Trial
     k, v = (normal(batch, kv_heads, extent, size, like=like) for _ in "kv")
     caches = [(k, v), *((k.clone(), v.clone()) for _ in range(copies - 1))]
     prefix = torch.full((batch,), max(0, extent - nodes), dtype=torch.int64, device=device)
-    words = None if chain else _line(nodes, device).expand(batch, -1, -1)
+    # the work of a tree does not depend on its form
+    words = None if chain else TokenTree.chain(prefix[:, None].expand(-1, nodes)).ancestors
     laid = prefix, words, nodes, nodes, extent, heads // kv_heads
     layout, plain = attention_layout(*laid), plain_layout(*laid)
 
@@ -140,16 +142,6 @@ def _attention(op: str, place: Place, about: Any, device: torch.device) -> Trial
         launches = [TreeLaunch(*tile, *more) for tile, *more in product(tiles, (2, 3), (1, 2))]
     reference = partial(plain_attention, q, k, v, plain, size**-0.5)
     return Trial(op, place, about, tuple(launches), once, reference, copies)
-
-
-def _line(nodes: int, device: torch.device) -> torch.Tensor:
-    """Ancestors of nodes in a chain, as bits [1, N, W]: the work of a tree does not depend on its form."""
-    words = torch.zeros(1, nodes, -(-nodes // 64), dtype=torch.int64, device="cpu")
-    for node in range(nodes):
-        for word in range(words.shape[2]):
-            seen = min(64, max(0, node + 1 - 64 * word))
-            words[0, node, word] = -1 if seen == 64 else (1 << seen) - 1
-    return words.to(device)
 
 
 def bytes_of(op: str, about: Any) -> int:

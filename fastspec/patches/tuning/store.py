@@ -60,7 +60,8 @@ def keep(device: torch.device, launches: Launches, rows: Mapping[tuple[str, Plac
     for (op, place), launch in launches.items():
         kind = next((name for name, each in kinds.items() if type(launch) is each), None)
         told = None if launch is None else {"kind": kind, **asdict(launch)}
-        held[op, place] = {"op": op, "place": [_word(each) for each in place], "launch": told, **rows[op, place]}
+        words = [str(each) if isinstance(each, torch.dtype) else each for each in place]
+        held[op, place] = {"op": op, "place": words, "launch": told, **rows[op, place]}
     files.write(path, {"device": name_of(device), **files.versions(), "launches": list(held.values())})
     _loaded[name_of(device)] = {**use_tuned(device), **launches}
     install(name_of(device), _loaded[name_of(device)])
@@ -86,10 +87,6 @@ def tables_of(ops: Ops, dtype: torch.dtype, device: torch.device) -> str:
         return "tuned"
     launch = import_module("fastspec.kernels.launch")
     return "shipped" if name_of(device) in MEASURED and not launch.PORTABLE else "portable"
-
-
-def _word(value: Any) -> Any:
-    return str(value) if isinstance(value, torch.dtype) else value
 
 
 def _place(words: list[Any]) -> Place:

@@ -17,9 +17,10 @@ import torch
 from fastspec.devices import made_current
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.capture import recorded
+from fastspec.kernels import tuned_launches
 from fastspec.patches.backends import notice
 from fastspec.patches.call.ranks import Ranks, by_first, refuse_beside
-from fastspec.patches.checks.compare import tensors, unlike
+from fastspec.patches.checks.self_check import tensors, unlike
 from fastspec.patches.hf.compat import device_of, unwrapped
 from fastspec.patches.hf.modes import mode_for
 from fastspec.patches.hf.parallel import group_of
@@ -202,13 +203,12 @@ def tune(
         )
     if not minutes > 0:
         raise Unsupported(f"minutes={minutes}: a positive number is accepted")
-    from fastspec.kernels.tuned_launches import name_of, recorded
     from fastspec.patches.tuning.candidates import bytes_of, trial
 
-    began, group = time.perf_counter(), group_of(model)
+    began, group, tell = time.perf_counter(), group_of(model), told or (lambda done, of: None)
     refuse_beside(group, "tune")
     session.engines.clear()  # rounds that were captured before ask for nothing
-    with recorded() as asked:
+    with tuned_launches.recorded() as asked:
         warmup(model, rows=rows, length=length)
     session.engines.clear()
     waiting = sorted(asked.items(), key=lambda item: -bytes_of(item[0][0], item[1]))
@@ -217,14 +217,12 @@ def tune(
         """The first process's places, and those that rounds ask for."""
         found: list[tuple[Key, Tuned]] = []
         for done, ((op, place), about) in enumerate(waiting):
-            if told is not None:
-                told(done, len(waiting))
+            tell(done, len(waiting))
             if found and time.perf_counter() - began > 60 * minutes:
                 break
             with made_current(device), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 found.append(((op, place), tune_place(trial(op, place, about, device), device)))
-        if told is not None:
-            told(len(waiting), len(waiting))
+        tell(len(waiting), len(waiting))
         return found, {(op, place) for (op, place), about in asked.items() if in_rounds(op, about)}
 
     ranks = None if group is None else Ranks(group, device)
@@ -243,7 +241,7 @@ def tune(
         }
         path = keep(device, {key: each.launch for key, each in winners.items()}, notes)
     seconds, left = time.perf_counter() - began, len(waiting) - len(places)
-    return Tuning(name_of(device), tuple(found for _, found in places), path, seconds, left)
+    return Tuning(tuned_launches.name_of(device), tuple(found for _, found in places), path, seconds, left)
 
 
 def _in_calls(
@@ -256,15 +254,13 @@ def _in_calls(
     end: float,
 ) -> Set[Key]:
     """Those of the launches that make no call slower. What is left to look at when `end` has passed is dropped."""
-    from fastspec.kernels.tuned_launches import install, name_of
-
     device = device_of(model)
-    name, before = name_of(device), use_tuned(device)
+    name, before = tuned_launches.name_of(device), use_tuned(device)
     # without nasd: its rounds are as long as the host is busy
     assistants = [each for each in assistants_of(session) if each != "nasd"]
 
     def use(more: Mapping[Key, Any]) -> None:
-        install(name, {**before, **more})
+        tuned_launches.install(name, {**before, **more})
         session.engines.clear()
 
     def agreed(mine: float) -> float:
@@ -281,18 +277,17 @@ def _in_calls(
 def tune_place(trial: Any, device: torch.device) -> Tuned:
     """The fastest of a place's launches. Raises FastSpecError where the one that is used computes something else."""
     from fastspec.kernels.ahead import compile_ahead
-    from fastspec.kernels.tuned_launches import MISSING
 
     wanted = tensors(trial.reference())[0]
     if device.type == "cuda":
         # a launch that does not compile is met again below, and refused there
         with suppress(Exception), torch.no_grad():
-            compile_ahead(partial(_each, trial), notice)
+            compile_ahead(lambda: [trial.run(launch, 0) for launch in trial.launches], notice)
     with torch.no_grad():
-        fault = wrong(trial, MISSING, wanted)
+        fault = wrong(trial, tuned_launches.MISSING, wanted)
         if fault is not None:
             raise FastSpecError(f"{trial.op} {trial.about} is wrong with the launch that is used now: {fault}")
-        before = seconds_of(partial(trial.run, MISSING), trial.copies, device)
+        before = seconds_of(partial(trial.run, tuned_launches.MISSING), trial.copies, device)
         times, refused = [], []
         for launch in trial.launches:
             fault = wrong(trial, launch, wanted)
@@ -300,16 +295,11 @@ def tune_place(trial: Any, device: torch.device) -> Tuned:
                 times.append((seconds_of(partial(trial.run, launch), trial.copies, device), launch))
             else:
                 refused.append(f"{launch}: {fault}")
-    best, launch = min(times, key=lambda pair: pair[0], default=(before, MISSING))
+    best, launch = min(times, key=lambda pair: pair[0], default=(before, tuned_launches.MISSING))
     kept = best <= GAIN * before
     best, launch = (best, launch) if kept else (before, None)
     tried = len(trial.launches)
     return Tuned(trial.op, trial.about, 1e6 * before, 1e6 * best, launch, kept, tried, tuple(refused))
-
-
-def _each(trial: Any) -> None:
-    for launch in trial.launches:
-        trial.run(launch, 0)
 
 
 def wrong(trial: Any, launch: Any, wanted: torch.Tensor) -> str | None:

@@ -25,7 +25,7 @@ from fastspec.programs.heads import fitting_heads, named
 from fastspec.programs.terminal import counting
 
 if TYPE_CHECKING:
-    from fastspec.patches.continuous import PromptBatch
+    from fastspec.patches.api import PromptBatch
 
 CascadeFile = Annotated[
     Path | None, Option(help="YAML file of a cascade, MODEL its large model: docs/guide/cascade.md.")
@@ -263,7 +263,7 @@ def opened(
     **loading: Any,
 ) -> tuple[PromptBatch, Any]:
     """(an open batch, its tokenizer) of `fastspec serve`, in the process of its rounds; `loading` are `model_of`'s."""
-    from fastspec.patches.continuous import continuous
+    from fastspec.patches.api import continuous
 
     target, tokenizer = model_of(model, chosen, cascade=cascade, **loading)
     assistant: AssistantName = chosen.assistant if cascade is None else "cascade"

@@ -27,7 +27,7 @@ from starlette.exceptions import HTTPException
 from transformers.utils import logging as transformers_logging
 
 from fastspec.errors import Unsupported
-from fastspec.patches.continuous import PromptBatch
+from fastspec.patches.api import PromptBatch
 from fastspec.programs.serving import requests
 from fastspec.programs.serving.answers import Event
 from fastspec.programs.serving.batch import Here, Served

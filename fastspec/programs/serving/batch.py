@@ -19,9 +19,9 @@ import fastspec
 from fastspec.cascade.decisions import Visit
 from fastspec.errors import Unsupported
 from fastspec.generation.stats import Stats
+from fastspec.patches.api import PromptBatch
 from fastspec.patches.call.processors import RoundStreamer, StreamedRound, TokenPenalties
 from fastspec.patches.cascade.open_batch import ContinuousCascade
-from fastspec.patches.continuous import PromptBatch
 from fastspec.patches.hf.ends import end_tokens
 from fastspec.patches.scoring import text_logprobs
 

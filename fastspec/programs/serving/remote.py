@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from fastspec.cascade.decisions import Visit
 from fastspec.errors import FastSpecError
+from fastspec.patches.api import PromptBatch
 from fastspec.patches.call.processors import StreamedRound
-from fastspec.patches.continuous import PromptBatch
 from fastspec.patches.hf.ends import KEPT, keep_criterion
 from fastspec.programs.serving.batch import BatchPrompt, BatchState, Here, PutRound, Sent, Served, read_tokens, settle
 from fastspec.programs.serving.wire import Wire, sendable

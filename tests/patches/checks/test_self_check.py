@@ -19,9 +19,9 @@ from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.drafters.head_drafter import EagleDrafter
 from fastspec.patches.assistants.fused import FusedDrafter
 from fastspec.patches.backends import TORCH, triton_ops
-from fastspec.patches.checks import compare, verdict
-from fastspec.patches.checks.compare import REFERENCE, difference, has_kernel, phase_difference, unlike
+from fastspec.patches.checks import self_check
 from fastspec.patches.checks.rows import CHECKS
+from fastspec.patches.checks.self_check import REFERENCE, difference, has_kernel, phase_difference, unlike
 
 CUDA = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -45,7 +45,7 @@ OPS = [field.name for field in fields(TORCH) if callable(getattr(REFERENCE, fiel
 def folder(tmp_path, monkeypatch):
     """An empty cache folder, and nothing known yet."""
     monkeypatch.setenv(files.SETTING, str(tmp_path))
-    monkeypatch.setattr(verdict, "_known", {})
+    monkeypatch.setattr(self_check, "_known", {})
     monkeypatch.setattr(files, "_told", set())
     return tmp_path
 
@@ -125,8 +125,8 @@ def test_a_wrong_draft_phase_is_caught():
     device = torch.device("cpu")
     told = phase_difference(TORCH, torch.float32, device, Wrong)
     assert told is not None and "the tree's tokens are" in told
-    assert list(compare.problems(TORCH, torch.float32, device, (), Wrong)) == [
-        compare.Problem("Wrong (a small head)", told)
+    assert list(self_check.problems(TORCH, torch.float32, device, (), Wrong)) == [
+        self_check.Problem("Wrong (a small head)", told)
     ]
     assert "scores are off by up to 0.2" in str(phase_difference(TORCH, torch.float32, device, Off))
     late = replace(TORCH, tree_input=lambda *args: (TORCH.tree_input(*args)[0] + 9, *TORCH.tree_input(*args)[1:]))
@@ -156,9 +156,9 @@ def test_references_are_exact_whatever_the_user_has_set(monkeypatch):
         seen: list[str] = []
         for name in ("difference", "phase_difference"):
             monkeypatch.setattr(
-                compare, name, lambda *given, **more: seen.append(torch.backends.cuda.matmul.fp32_precision)
+                self_check, name, lambda *given, **more: seen.append(torch.backends.cuda.matmul.fp32_precision)
             )
-        list(compare.problems(triton_ops(), torch.float32, torch.device("cpu"), CHECKS[:1]))
+        list(self_check.problems(triton_ops(), torch.float32, torch.device("cpu"), CHECKS[:1]))
         assert torch.backends.cuda.matmul.allow_tf32 and torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision(before)
@@ -171,18 +171,18 @@ def test_an_error_ends_the_checks():
 
     ops = replace(triton_ops(), linear=broken, emit=broken)
     few = [check for check in CHECKS if check.op in ("linear", "emit")]
-    found = list(compare.problems(ops, torch.float16, torch.device("cpu"), few))
+    found = list(self_check.problems(ops, torch.float16, torch.device("cpu"), few))
     assert found == [("linear (one row)", "RuntimeError: no such instruction", True)]
 
     def full(*args: Any) -> Any:
         raise torch.OutOfMemoryError("full")
 
     with pytest.raises(torch.OutOfMemoryError):  # says nothing of the kernel
-        list(compare.problems(replace(ops, linear=full), torch.float16, torch.device("cpu"), few))
+        list(self_check.problems(replace(ops, linear=full), torch.float16, torch.device("cpu"), few))
 
 
 def check(dtype: torch.dtype = torch.float16) -> None:
-    verdict.self_check(triton_ops(), dtype, torch.device("cpu"))
+    self_check.self_check(triton_ops(), dtype, torch.device("cpu"))
 
 
 @pytest.fixture
@@ -195,71 +195,71 @@ def runs(folder, monkeypatch):
         torch.rand(3)  # draws what a user's seed would give
         return iter(made["found"])
 
-    monkeypatch.setattr(compare, "problems", problems)
-    monkeypatch.setattr(compare, "launcher", lambda *args: lambda: None)
-    monkeypatch.setenv(verdict.SETTING, "always")
+    monkeypatch.setattr(self_check, "problems", problems)
+    monkeypatch.setattr(self_check, "launcher", lambda *args: lambda: None)
+    monkeypatch.setenv(self_check.SETTING, "always")
     return made
 
 
 def forget_process(monkeypatch):
-    monkeypatch.setattr(verdict, "_known", {})
+    monkeypatch.setattr(self_check, "_known", {})
 
 
 def unmeasured(monkeypatch):
     """A CUDA device of another name, as far as the self-check looks."""
-    monkeypatch.setenv(verdict.SETTING, "auto")
-    monkeypatch.setattr(verdict, "device_name", lambda device: "NVIDIA A100")
+    monkeypatch.setenv(self_check.SETTING, "auto")
+    monkeypatch.setattr(self_check, "device_name", lambda device: "NVIDIA A100")
     return torch.device("cuda")
 
 
 def test_a_device_is_checked_once_for_its_versions_and_dtype(runs, folder, monkeypatch, capsys):
     device = unmeasured(monkeypatch)
     for _ in range(2):
-        verdict.self_check(triton_ops(), torch.bfloat16, device)
+        self_check.self_check(triton_ops(), torch.bfloat16, device)
     assert runs["count"] == 1 and capsys.readouterr().err.count("checking the kernels on NVIDIA A100") == 1
     [path] = folder.rglob("*.json")
     assert (
         json.loads(path.read_text())["failures"] == [] and "A100" in path.name and str(torch.__version__) in path.name
     )
     forget_process(monkeypatch)
-    verdict.self_check(triton_ops(), torch.bfloat16, device)
+    self_check.self_check(triton_ops(), torch.bfloat16, device)
     assert runs["count"] == 1
-    verdict.self_check(triton_ops(), torch.float16, device)
+    self_check.self_check(triton_ops(), torch.float16, device)
     monkeypatch.setattr(fastspec, "__version__", "9.9")
-    verdict.self_check(triton_ops(), torch.bfloat16, device)
+    self_check.self_check(triton_ops(), torch.bfloat16, device)
     assert runs["count"] == 3
 
 
 def test_measured_devices_and_other_backends_are_not_checked(runs, monkeypatch):
-    monkeypatch.setenv(verdict.SETTING, "auto")
+    monkeypatch.setenv(self_check.SETTING, "auto")
     check()
-    monkeypatch.setattr(verdict, "device_name", lambda device: "NVIDIA H200")
-    verdict.self_check(triton_ops(), torch.bfloat16, torch.device("cuda"))
-    monkeypatch.setenv(verdict.SETTING, "always")
-    verdict.self_check(TORCH, torch.bfloat16, torch.device("cpu"))
+    monkeypatch.setattr(self_check, "device_name", lambda device: "NVIDIA H200")
+    self_check.self_check(triton_ops(), torch.bfloat16, torch.device("cuda"))
+    monkeypatch.setenv(self_check.SETTING, "always")
+    self_check.self_check(TORCH, torch.bfloat16, torch.device("cpu"))
     assert runs["count"] == 0
-    verdict.self_check(triton_ops(), torch.bfloat16, torch.device("cuda"))
+    self_check.self_check(triton_ops(), torch.bfloat16, torch.device("cuda"))
     assert runs["count"] == 1
-    monkeypatch.setenv(verdict.SETTING, "never")
+    monkeypatch.setenv(self_check.SETTING, "never")
     check()
-    monkeypatch.setenv(verdict.SETTING, "yes")
+    monkeypatch.setenv(self_check.SETTING, "yes")
     with pytest.raises(Unsupported, match=r"FASTSPEC_SELF_CHECK='yes'.*auto, always, never"):
         check()
 
 
 def test_a_failure_is_kept_and_names_the_kernel_and_the_way_out(runs, monkeypatch):
     device = unmeasured(monkeypatch)
-    runs["found"] = [compare.Problem("linear (one row)", "3 of 96 values are off")]
+    runs["found"] = [self_check.Problem("linear (one row)", "3 of 96 values are off")]
     for _ in range(2):
         with pytest.raises(
             FastSpecError, match=r'on NVIDIA A100 in bfloat16.*linear \(one row\): 3 of 96.*backend="torch"'
         ):
-            verdict.self_check(triton_ops(), torch.bfloat16, device)
+            self_check.self_check(triton_ops(), torch.bfloat16, device)
         forget_process(monkeypatch)
     assert runs["count"] == 1
     runs["found"] = []
-    monkeypatch.setenv(verdict.SETTING, "always")
-    verdict.self_check(triton_ops(), torch.bfloat16, device)
+    monkeypatch.setenv(self_check.SETTING, "always")
+    self_check.self_check(triton_ops(), torch.bfloat16, device)
     assert runs["count"] == 2
 
 
@@ -267,25 +267,25 @@ def test_an_error_is_not_kept(runs, folder, monkeypatch):
     """A device that an earlier kernel has broken fails every check; the next process finds it whole."""
     device = unmeasured(monkeypatch)
     runs["found"] = [
-        compare.Problem("linear (one row)", "RuntimeError: CUDA error: device-side assert triggered", raised=True)
+        self_check.Problem("linear (one row)", "RuntimeError: CUDA error: device-side assert triggered", raised=True)
     ]
     with pytest.raises(FastSpecError, match=r"device-side assert.*nothing of it is kept"):
-        verdict.self_check(triton_ops(), torch.bfloat16, device)
+        self_check.self_check(triton_ops(), torch.bfloat16, device)
     assert not list(folder.rglob("*.json"))
     runs["found"] = []
-    verdict.self_check(triton_ops(), torch.bfloat16, device)
+    self_check.self_check(triton_ops(), torch.bfloat16, device)
     assert runs["count"] == 2 and len(list(folder.rglob("*.json"))) == 1
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"about": {}, "failures": []}', '{"failures": [1]}'])
 def test_a_damaged_verdict_is_named_and_made_anew(content, runs, folder, monkeypatch):
     device = unmeasured(monkeypatch)
-    verdict.self_check(triton_ops(), torch.bfloat16, device)
+    self_check.self_check(triton_ops(), torch.bfloat16, device)
     [path] = folder.rglob("*.json")
     path.write_text(content)
     forget_process(monkeypatch)
     with pytest.warns(RuntimeWarning, match=f"{re.escape(path.name)} is damaged"):
-        verdict.self_check(triton_ops(), torch.bfloat16, device)
+        self_check.self_check(triton_ops(), torch.bfloat16, device)
     assert runs["count"] == 2 and json.loads(path.read_text())["failures"] == []
 
 
@@ -294,9 +294,9 @@ def test_a_folder_that_cannot_be_written_to_is_said_once(runs, folder, monkeypat
     monkeypatch.setenv(files.SETTING, str(folder / "file"))
     device = unmeasured(monkeypatch)
     with pytest.warns(RuntimeWarning, match=r"cannot keep what it measured in .*FASTSPEC_CACHE"):
-        verdict.self_check(triton_ops(), torch.bfloat16, device)
+        self_check.self_check(triton_ops(), torch.bfloat16, device)
     forget_process(monkeypatch)
-    verdict.self_check(triton_ops(), torch.bfloat16, device)
+    self_check.self_check(triton_ops(), torch.bfloat16, device)
     assert runs["count"] == 2
 
 
@@ -312,7 +312,7 @@ def test_the_folder_follows_the_environment(monkeypatch, tmp_path):
 
 
 def test_a_model_is_not_patched_on_a_device_whose_kernels_fail(runs):
-    runs["found"] = [compare.Problem("rms_norm (alone)", "wrong")]
+    runs["found"] = [self_check.Problem("rms_norm (alone)", "wrong")]
     model = tiny_model(num_hidden_layers=1)
     before = set(vars(model))
     with pytest.raises(FastSpecError, match=r"rms_norm \(alone\)"):
@@ -324,13 +324,13 @@ def test_a_model_is_not_patched_on_a_device_whose_kernels_fail(runs):
 
 def test_the_one_launch_is_checked_when_it_is_first_chosen(runs, monkeypatch):
     checked: list[Any] = []
-    monkeypatch.setattr(compare, "problems", lambda *args: checked.append(args[3:]) or iter(runs["found"]))
+    monkeypatch.setattr(self_check, "problems", lambda *args: checked.append(args[3:]) or iter(runs["found"]))
     model = tiny_model(num_hidden_layers=1)
     fastspec.patch(model, eagle3=tiny_head(model, taps=(0, 1)), backend="triton")
     assistant = fastspec.Eagle3(depth=1, top_k=2, total_tokens=3)
     model.generate(**prompts(3), max_new_tokens=2, assistant=assistant)
     assert checked == [()], "the backend's ops and its ordinary drafter"
-    runs["found"] = [compare.Problem("FusedDrafter (a small head)", "wrong")]
+    runs["found"] = [self_check.Problem("FusedDrafter (a small head)", "wrong")]
     for _ in range(2):
         with pytest.raises(
             FastSpecError, match=r"FusedDrafter \(a small head\): wrong\. An assistant without FusedDrafter runs"

@@ -225,8 +225,8 @@ def test_a_sharded_layer_multiplies_by_itself(mesh):
 
 def test_experts_with_scales_keep_their_own_forward():
     """As quantised mixtures have them: the backend's op knows packed weights and nothing beside."""
-    from fastspec.patches.hf.experts import is_mixture
     from fastspec.patches.hf.families import ADAPTERS
+    from fastspec.patches.hf.layer_weights import is_mixture
 
     row, mlp = ADAPTERS["mixtral"].mixture, tiny_model("mixtral").model.layers[0].mlp
     assert row is not None and is_mixture(row, mlp)

@@ -23,8 +23,8 @@ from fastspec.generation.ops import Ops
 from fastspec.kernels.linear import reference
 from fastspec.patches import session
 from fastspec.patches.backends import TORCH, triton_ops
-from fastspec.patches.hf.experts import experts_of, is_mixture, mixture_of
 from fastspec.patches.hf.families import ADAPTERS
+from fastspec.patches.hf.layer_weights import experts_of, is_mixture, mixture_of
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import adapter_for
 

@@ -20,12 +20,13 @@ from transformers import Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import fastspec
+from fastspec.devices import MEASURED
 from fastspec.errors import Unsupported
 from fastspec.kernels.quantised.reference import StoredExperts
 from fastspec.models import load_model
 from fastspec.patches.hf.changes import weights_digest
 from fastspec.patches.hf.compat import dtype_of
-from fastspec.patches.hf.mxfp4 import PRODUCTS, PackedExperts
+from fastspec.patches.hf.packed_loading import PRODUCTS, PackedExperts
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": 1000}
 SMALL = fastspec.Eagle3(depth=2, top_k=2, total_tokens=6)
@@ -114,7 +115,7 @@ def test_they_keep_their_own_forward_where_nobody_asks(tmp_path, monkeypatch):
     """On GPUs too that read other formats as stored by themselves: the kernel was not timed there."""
     written(tmp_path, num_hidden_layers=1)
     model = loaded(tmp_path, dtype=torch.bfloat16)
-    monkeypatch.setattr("fastspec.patches.hf.exact.is_measured", lambda _: True)
+    monkeypatch.setattr("fastspec.patches.hf.exact.device_name", lambda _: MEASURED[0])
     with fastspec.patched(model, backend="triton"):
         report = fastspec.report(model)
     assert report.own_forward == {"MXFP4: patch(model, stored=True) was not asked for": 1} and not report.stored

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 import fastspec
 from fastspec import ContinuousBatch, Unsupported
-from fastspec.patches.hf import peft_models
+from fastspec.patches.call import refusals
 from fastspec.patches.hf.cache import CACHE, kept_cache
 
 DYNAMIC = {
@@ -94,7 +94,7 @@ class Older(Adapted):
 
 def test_a_peft_that_knows_the_old_name_alone_is_refused(monkeypatch):
     model = fastspec.patch(shallow_model())
-    monkeypatch.setattr(peft_models, "CACHE", "cache")
+    monkeypatch.setattr(refusals, "CACHE", "cache")
     with pytest.raises(
         Unsupported,
         match=r"this PEFT looks for past_key_values where transformers has cache.*PROMPT_TUNING: update PEFT",
