@@ -108,6 +108,24 @@ def test_drafts_of_rows_that_are_ahead_bring_the_end_of_a_call_no_nearer(dear):
         assert drafter.counting == [True, False]
 
 
+@pytest.mark.parametrize("ends_at_once", [False, True])
+def test_a_call_drafts_where_all_of_its_last_rows_go_on_as_before(dear, ends_at_once):
+    """A round saves a call what its last row is further by; in an open batch every row's drafts save something."""
+    drafter = drafter_of(2, [5, 6, 7, 8, 9] * 4)
+    drafter.ends_at_once, rule = ends_at_once, drafter.rule
+    if ends_at_once:
+        rule.begin_call()
+    told(drafter, 5)
+    told(drafter, 6)
+    assert rule.pays(drafter.counting) > rule.begins
+    drafter.size, left = 4, rule.left
+    saved = 1 if ends_at_once else 2 * rule.recurrence.counted_share([0, 1])
+    drafter.update([[1, 3, 7, 8, 9, 5], [1, 1, 7, 8, 0, 0]], 4)
+    assert rule.left == pytest.approx(min(timed_drafts.SAVED, left + saved - rule.prices[4]))
+    rule.recurrence.guesses[1] = None  # nothing is known of what this row goes on with
+    assert (rule.pays(drafter.counting) <= 1) == ends_at_once
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_captured_round_without_drafts_is_that_of_plain_decoding(dear, monkeypatch, rows):
     """Most of these are asynchronous, and no graph is captured for a tree of a root alone."""

@@ -57,7 +57,8 @@ class TimedDrafts:
         self.sizes = [size for size in costs if size > 1]
         self.times, self.recurrence = RoundTimes(), Recurrence(rows, most)
         self.watched = range(0, rows, -(-rows // WATCHED))
-        self.begins = BEGINS[0]
+        self.begins, self.ends_at_once = BEGINS[0], False
+        """What drafts have to promise for rounds without any to end, and whether a call ends with the last row."""
         self.left, self.unseen = GRANTED[rows > 1], 0
         """Target passes that drafts may lose, and rounds with drafts before the time of those without is taken anew."""
         self.idle = 0
@@ -70,7 +71,7 @@ class TimedDrafts:
 
     def begin_call(self) -> None:
         """The rows are a call's, which all begin now."""
-        self.unseen, self.begins = EARLY, BEGINS[len(self.recurrence.cursors) > 1]
+        self.unseen, self.begins, self.ends_at_once = EARLY, BEGINS[len(self.recurrence.cursors) > 1], True
 
     def spent(self, kind: int) -> float | None:
         """Milliseconds of a round of this kind; None where too few have run."""
@@ -100,7 +101,8 @@ class TimedDrafts:
         return found or self.costs
 
     def ran(self, kind: int, hosted: bool, gains: dict[int, int] | None = None) -> None:
-        """A round of this kind has ended, in which rows have accepted so many drafts."""
+        """A round of this kind has ended, in which rows have accepted so many drafts; of a call, which ends with its
+        last row, those by which the last is further."""
         self.hosted = hosted
         made, self.made = self.made, SPENT.first_runs + SPENT.captures
         waited, self.waits = kind == 1 and self.waits, False
@@ -121,7 +123,8 @@ class TimedDrafts:
         gained = 0.0
         if gains:
             watched = [row for row in self.watched if row in gains]
-            gained = sum(gains.values()) / len(gains) * (self.recurrence.counted_share(watched) if watched else 1.0)
+            shared = watched and not self.ends_at_once
+            gained = sum(gains.values()) / len(gains) * (self.recurrence.counted_share(watched) if shared else 1.0)
         self.left = max(-OWED, min(SAVED, self.left + gained - cost))
 
     def rests(self, going: Sequence[bool], timed: bool) -> int:
@@ -144,7 +147,10 @@ class TimedDrafts:
         hopes = [hope for row in rows if (hope := self.recurrence.of(row, following))]
         if sum(hopes) <= LEAST_HOPE * len(rows):
             return 1.0
-        share = self.recurrence.counted_share(rows) / len(rows)
+        if self.ends_at_once:  # the last rows decide, of which one may expect nothing
+            hopes, share = [min(hopes) if len(hopes) == len(rows) else 0.0], 1.0
+        else:
+            share = self.recurrence.counted_share(rows) / len(rows)
         promised = {size: 1 + share * sum([min(hope, size - 1) for hope in hopes]) for size in self.sizes}
         return max(tokens / (1 + self.price(size)) for size, tokens in promised.items())
 
