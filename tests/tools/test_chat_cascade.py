@@ -221,9 +221,11 @@ def test_a_mixture_of_two_models_is_not_compared() -> None:
 def plain_chat(monkeypatch: pytest.MonkeyPatch) -> Chat:
     """A chat without a cascade; `load_model` makes tiny models."""
     made = {"small": small_model}
-    monkeypatch.setattr(
-        "fastspec.models.load_model", lambda name, *rest, **options: (made.get(Path(name).name, target)(), tokenizer())
-    )
+    for module in ("chat.settings", "cli.options"):
+        monkeypatch.setattr(
+            f"fastspec.programs.{module}.load_model",
+            lambda name, *rest, **options: (made.get(Path(name).name, target)(), tokenizer()),
+        )
     monkeypatch.setattr("fastspec.programs.cli.options.check_model", lambda name: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     chosen = Settings(model="tiny", resources=(), assistants=(PLAIN,), max_new_tokens=12)
