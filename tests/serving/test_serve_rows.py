@@ -93,6 +93,26 @@ def test_the_end_of_an_answer_waits_for_no_pace() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("rounds", [False, True])
+def test_the_first_token_waits_for_no_pace_behind_a_stage(rounds: bool) -> None:
+    async def run() -> None:
+        row, _, _ = row_of(rounds)
+        others = [asyncio.Queue[Any]() for _ in range(20)]
+        for other in others:
+            row.answers.mail.post(other, "begun")
+        await asyncio.sleep(0)  # from now on the next wake-up is some readers' pace away
+        row.put_round(Visit(0, "small", "answered", 1))
+        row.put_round(StreamedRound([97]))
+        found = row.answers.events()
+        first = asyncio.ensure_future(anext(found))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert first.done() and first.result()[-1] == (0, Content("a"))
+        await found.aclose()
+
+    asyncio.run(run())
+
+
 def test_rounds_and_stages_that_are_told_of_keep_their_order() -> None:
     """Also where what waits is read later than the next of them comes."""
 

@@ -105,7 +105,7 @@ class Row:
         with self.reading:
             told = bool(self.waiting)
             self.waiting.append(round)
-        if self.asked.stream and not told:
+        if self.asked.stream and (first or not told):  # a stage that waits for its pace holds up no first token
             self.answers.post(self.index, self.read, first)
 
     def read(self) -> list[Event]:
