@@ -81,4 +81,9 @@ def test_an_error_arrives_with_its_trace() -> None:
         error = arrived(raised)
     assert type(error) is ValueError and str(error) == "wrong"
     assert "test_an_error_arrives" in str(error.__cause__)
-    assert type(arrived(Odd(1, 2))) is RuntimeError
+    try:
+        raise Odd(1, 2) from error
+    except Odd as raised:
+        odd = arrived(raised)
+    assert type(odd) is RuntimeError and str(odd) == "Odd: 1 and 2"
+    assert "ValueError: wrong" in str(odd.__cause__)  # what the error came of

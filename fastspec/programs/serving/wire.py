@@ -26,9 +26,10 @@ def sendable(error: BaseException) -> ExceptionWithTraceback:
         found = pickle.loads(pickle.dumps(error))
     except Exception:
         found = None
-    same = type(found) is type(error) and str(found) == str(error)
-    sent = error if same else RuntimeError(f"{type(error).__name__}: {error}")
-    return ExceptionWithTraceback(sent, error.__traceback__)
+    sent = ExceptionWithTraceback(error, error.__traceback__)
+    if type(found) is not type(error) or str(found) != str(error):
+        sent.exc = RuntimeError(f"{type(error).__name__}: {error}")
+    return sent
 
 
 class Wire:
