@@ -14,6 +14,7 @@ pytest.importorskip("fastapi")
 
 from fastspec.cascade.decisions import Visit
 from fastspec.patches.call.processors import StreamedRound
+from fastspec.programs.serving import wire
 from fastspec.programs.serving.answers import Content, End, NamedRound, NamedStage
 from fastspec.programs.serving.batch import Sent
 from fastspec.programs.serving.server import Row, ServedAnswers
@@ -48,6 +49,13 @@ def row_of(rounds: bool = False) -> tuple[Row, Letters, Future[Any]]:
     return row, reader, sent.answer
 
 
+@pytest.fixture
+def slow_mail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pace that is not over within a test, however busy the machine is."""
+    monkeypatch.setattr(wire, "LONGEST_PACE", 600.0)
+    monkeypatch.setattr(wire, "PACE", 600.0)
+
+
 async def told(row: Row) -> list[Any]:
     return [event async for part in row.answers.events() for _, event in part]
 
@@ -70,6 +78,7 @@ def test_rounds_that_wait_are_read_in_one_go_and_say_the_same() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.usefixtures("slow_mail")
 def test_the_end_of_an_answer_waits_for_no_pace() -> None:
     """Its client may ask again, in a row that stands idle until then."""
 
@@ -93,6 +102,7 @@ def test_the_end_of_an_answer_waits_for_no_pace() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.usefixtures("slow_mail")
 @pytest.mark.parametrize("rounds", [False, True])
 def test_the_first_token_waits_for_no_pace_behind_a_stage(rounds: bool) -> None:
     async def run() -> None:
