@@ -100,7 +100,7 @@ def open_batch_calls(
     First come the passes that read prompts, alone and up to `together` of them at once; where passes are captured each
     comes twice: the first one compiles. Then come rounds of every number of rows, and of each of their `sizes`.
     """
-    several = [[min(width, length)] * count for count, width in groups(together) if width < 2 * length]
+    several = [[min(width, length)] * count for count, width in groups(together) if width <= padded_width(length)]
     passes = [*([width] for width in widths(length, 1, captures=captures)), *sorted(several, key=max, reverse=True)]
     turns = 0 if captures and all(None not in choices for choices in sizes.values()) else None
     for lengths in passes:

@@ -17,10 +17,11 @@ from helpers.sizes import force_sizes
 import fastspec
 from fastspec.errors import Unsupported
 from fastspec.generation import capture
+from fastspec.generation.engine.rounds import groups
 from fastspec.generation.target import WIDE, prompt_parts
 from fastspec.patches.call import assembly
 from fastspec.patches.session import session_of
-from fastspec.patches.warmup import widths
+from fastspec.patches.warmup import open_batch_calls, widths
 
 
 def patched():
@@ -112,6 +113,15 @@ def test_prompts_cover_what_parts_are_padded_to(length, wanted):
         return {capture.padded_width(width) for each in prompts for _, width in prompt_parts(each, WIDE)}
 
     assert passes(range(1, length + 1)) <= passes(wanted)
+
+
+@pytest.mark.parametrize("length", [1, 16, 17, 65, 96, 128, 129, 150, 200, 300, 2000])
+def test_each_pass_of_prompts_together_is_warmed_up_once(length):
+    """All that prompts of so many tokens make, where the first of each two compiles."""
+    calls = [call.lengths for call in open_batch_calls(length, {1: [0]}, 8, captures=True, constrains=False)]
+    passes = [(len(lengths), capture.padded_width(max(lengths))) for lengths in calls if len(lengths) > 1]
+    made = {(count, width) for count, width in groups(8) if width <= capture.padded_width(length)}
+    assert len(passes) == 2 * len(made) and {*passes} == made
 
 
 def test_texts_stay_within_the_model(monkeypatch):
