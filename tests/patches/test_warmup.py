@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.captured import stand_in, what_no_graph_served
-from helpers.generate import prompts
+from helpers.generate import bigram, prompts
 from helpers.models import tiny_head, tiny_model
 from helpers.seq2seq import tiny_seq2seq
 from helpers.sizes import force_sizes
@@ -17,6 +17,7 @@ from helpers.sizes import force_sizes
 import fastspec
 from fastspec.errors import Unsupported
 from fastspec.generation import capture
+from fastspec.generation.drafters import nasd
 from fastspec.generation.engine.rounds import groups
 from fastspec.generation.target import WIDE, prompt_parts
 from fastspec.patches.call import assembly
@@ -92,6 +93,21 @@ def test_rounds_of_every_size_are_captured_and_timed(monkeypatch):
         ids = prompts(length, length - 3)
         model.generate(**ids, do_sample=False, max_new_tokens=60, eos_token_id=None, assistant="eagle3")
     assert not made and {size for size, _ in taken} == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_trees_of_n_grams_are_captured(monkeypatch, rows):
+    """Those of rows that are copies draft all that there is."""
+    stand_in(monkeypatch)
+    monkeypatch.setitem(nasd.COSTS, "cpu", nasd.COSTS["cuda"])
+    made = what_no_graph_served(monkeypatch)
+    model = fastspec.patch(bigram())
+    fastspec.warmup(model, rows=(rows,), length=150, assistants=["nasd"])
+    made.clear()
+    ids = torch.tensor([[5, 6, 7, 8] * 10] * rows)
+    options = {"do_sample": False, "max_new_tokens": 60, "eos_token_id": None, "pad_token_id": 0}
+    model.generate(ids, attention_mask=torch.ones_like(ids), assistant="nasd", **options)
+    assert fastspec.report(model).last.acceptance_length > 1.3 and not made
 
 
 @pytest.mark.parametrize(
