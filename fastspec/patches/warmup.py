@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fastspec.config import Nasd
 from fastspec.errors import Unsupported, check_whole
 from fastspec.generation.capture import padded_width, padded_widths
 from fastspec.generation.drafters.tree_sizes import TreeSizes
@@ -100,7 +101,7 @@ def open_batch_calls(
     First come the passes that read prompts, alone and up to `together` of them at once; where passes are captured each
     comes twice: the first one compiles. Then come rounds of every number of rows, and of each of their `sizes`.
     """
-    several = [[min(width, length)] * count for count, width in groups(together) if width < 2 * length]
+    several = [[min(width, length)] * count for count, width in groups(together) if width <= padded_width(length)]
     passes = [*([width] for width in widths(length, 1, captures=captures)), *sorted(several, key=max, reverse=True)]
     turns = 0 if captures and all(None not in choices for choices in sizes.values()) else None
     for lengths in passes:
@@ -159,6 +160,8 @@ def warmup(
             if captures and options is SAMPLED:  # the last of its kind
                 for sizes in _choosers(session, name, count):
                     _try_sizes(session, sizes, partial(model.generate, **call, **GREEDY), most - width)
+                if name == Nasd.name:
+                    _try_in_turn(session, partial(model.generate, **call, **GREEDY), most - width)
     tell(len(calls), len(calls))
     return time.perf_counter() - began
 
@@ -182,6 +185,15 @@ def _try_sizes(session: PatchSession, sizes: TreeSizes, call: Callable[..., obje
     finally:
         session.pinned = None
     sizes.end()
+
+
+def _try_in_turn(session: PatchSession, call: Callable[..., object], most: int) -> None:
+    """Let a call's drafter on the host have trees of every size in turn, which are captured then."""
+    session.pinned = 0
+    try:
+        call(max_new_tokens=min(WARM_SIZED, most))
+    finally:
+        session.pinned = None
 
 
 def assistants_of(session: PatchSession) -> tuple[str, ...]:

@@ -12,22 +12,25 @@ from helpers.open import GREEDY, alone, made, texts, told
 
 import fastspec
 from fastspec.generation.drafters import nasd
+from fastspec.generation.drafters.timed_drafts import RESTS, SEEN, TimedDrafts
 
 PLACES = ["captured", pytest.param("cuda", marks=ON_CUDA)]
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_no_tree_of_n_grams_is_captured_after_a_warm_up(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever sizes follow one another, greedy and sampled, in rows that come and go."""
+    """Whatever sizes and rounds without drafts follow one another, greedy and sampled, in rows that come and go."""
     if place == "captured":
         stand_in(monkeypatch)
+        monkeypatch.setitem(nasd.COSTS, "cpu", nasd.COSTS["cuda"])  # so that rounds are chosen as on a GPU
     device = "cpu" if place == "captured" else "cuda"
     ran, sizes, numbers = what_no_graph_served(monkeypatch), set[int](), random.Random(0)
     plain, model = (each.to(device) for each in made("bigram"))
     with fastspec.continuous(model, "nasd", rows=3, max_length=200) as batch:
         batch.warmup(length=100)
-        for rounds in batch._widths.made.values():
-            assert not rounds.engine.drafter.tries
+        drafters = [rounds.engine.drafter for rounds in batch._widths.made.values()]
+        assert len(drafters) == 3 and all(drafter.ruled for drafter in drafters)
+        warm = {size for drafter in drafters for size in drafter.costs}
         ran.clear()
 
         def chosen(growths: Any, costs: dict[int, float], trust: float) -> int:
@@ -36,6 +39,9 @@ def test_no_tree_of_n_grams_is_captured_after_a_warm_up(place: str, monkeypatch:
             return size
 
         monkeypatch.setattr(nasd, "best_size", chosen)
+        rests = TimedDrafts.rests
+        monkeypatch.setattr(TimedDrafts, "rests", lambda *given: min(rests(*given), numbers.choice((0, RESTS, SEEN))))
+        monkeypatch.setattr(TimedDrafts, "rests_on", lambda *given: numbers.random() < 0.5)
         for count, options in ((3, {}), (2, {}), (1, {}), (3, {"do_sample": True, "top_k": 4, "seed": 1})):
             ids = texts(*range(5, 5 + count))
             given: dict[str, Any] = {**GREEDY, **options}
@@ -43,7 +49,7 @@ def test_no_tree_of_n_grams_is_captured_after_a_warm_up(place: str, monkeypatch:
             if not options:
                 assert found == [alone(plain, each.to(device), 60 + 9 * at) for at, each in enumerate(ids)]
         assert not ran
-    assert len(sizes) > 2
+    assert len(sizes) > 2 and sizes <= warm
 
 
 def test_a_warm_up_that_fails_leaves_sizes_to_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -248,6 +248,23 @@ def test_what_one_of_them_raises_ends_that_one_alone(where, drafts):
         assert engine.entries[0][1].told[0][1] == [4, 0, 3, 1]  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_row_whose_text_cannot_be_kept_ends_its_own_prompt_alone(drafts, monkeypatch):
+    """Its copy may find no memory."""
+    batch: Any = Waiting(4, 4, 2, 3, 1)
+    rounds, engine = capturing(batch, drafts=drafts)
+    give_away = batch.give_away
+
+    def full(row: int) -> None:
+        assert row != 1, "no memory"
+        give_away(row)
+
+    monkeypatch.setattr(batch, "give_away", full)
+    rounds.turn()
+    assert sorted(entry[:2] for entry in outcomes(batch)) == [("read", 0), ("read", 2), ("read", 3), ("refuse", 1)]
+    assert [row for row, *_ in engine.admitted] == [0, 2, 3] and batch.reads_together
+
+
 def test_where_one_cannot_be_read_alone_either_it_is_that_one_s_and_together_is_tried_again():
     batch: Any = Waiting(4, 4, 2, 3, 1)
     rounds, engine = capturing(batch)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.captured import stand_in, what_no_graph_served
-from helpers.generate import prompts
+from helpers.generate import bigram, prompts
 from helpers.models import tiny_head, tiny_model
 from helpers.seq2seq import tiny_seq2seq
 from helpers.sizes import force_sizes
@@ -17,10 +17,12 @@ from helpers.sizes import force_sizes
 import fastspec
 from fastspec.errors import Unsupported
 from fastspec.generation import capture
+from fastspec.generation.drafters import nasd
+from fastspec.generation.engine.rounds import groups
 from fastspec.generation.target import WIDE, prompt_parts
 from fastspec.patches.call import assembly
 from fastspec.patches.session import session_of
-from fastspec.patches.warmup import widths
+from fastspec.patches.warmup import open_batch_calls, widths
 
 
 def patched():
@@ -93,6 +95,21 @@ def test_rounds_of_every_size_are_captured_and_timed(monkeypatch):
     assert not made and {size for size, _ in taken} == {0, 1, 2, 3, 4}
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+def test_trees_of_n_grams_are_captured(monkeypatch, rows):
+    """Those of rows that are copies draft all that there is."""
+    stand_in(monkeypatch)
+    monkeypatch.setitem(nasd.COSTS, "cpu", nasd.COSTS["cuda"])
+    made = what_no_graph_served(monkeypatch)
+    model = fastspec.patch(bigram())
+    fastspec.warmup(model, rows=(rows,), length=150, assistants=["nasd"])
+    made.clear()
+    ids = torch.tensor([[5, 6, 7, 8] * 10] * rows)
+    options = {"do_sample": False, "max_new_tokens": 60, "eos_token_id": None, "pad_token_id": 0}
+    model.generate(ids, attention_mask=torch.ones_like(ids), assistant="nasd", **options)
+    assert fastspec.report(model).last.acceptance_length > 1.3 and not made
+
+
 @pytest.mark.parametrize(
     ("length", "wanted"),
     [
@@ -112,6 +129,15 @@ def test_prompts_cover_what_parts_are_padded_to(length, wanted):
         return {capture.padded_width(width) for each in prompts for _, width in prompt_parts(each, WIDE)}
 
     assert passes(range(1, length + 1)) <= passes(wanted)
+
+
+@pytest.mark.parametrize("length", [1, 16, 17, 65, 96, 128, 129, 150, 200, 300, 2000])
+def test_each_pass_of_prompts_together_is_warmed_up_once(length):
+    """All that prompts of so many tokens make, where the first of each two compiles."""
+    calls = [call.lengths for call in open_batch_calls(length, {1: [0]}, 8, captures=True, constrains=False)]
+    passes = [(len(lengths), capture.padded_width(max(lengths))) for lengths in calls if len(lengths) > 1]
+    made = {(count, width) for count, width in groups(8) if width <= capture.padded_width(length)}
+    assert len(passes) == 2 * len(made) and {*passes} == made
 
 
 def test_texts_stay_within_the_model(monkeypatch):

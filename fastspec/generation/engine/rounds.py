@@ -247,9 +247,9 @@ class Rounds(Generic[TargetT]):
         device = taken[0][2].device
         counts = torch.tensor([ids.shape[1] for _, _, ids in taken], device=device)
         ids = torch.nn.utils.rnn.pad_sequence([ids[0] for _, _, ids in taken], batch_first=True)
-        for row, _, _ in taken:
-            self.batch.give_away(row)
         try:
+            for row, _, _ in taken:
+                self.batch.give_away(row)
             target, drafter = self.entry(len(taken))
             logits, features = target.prefill(ids, counts)
         except Exception as error:

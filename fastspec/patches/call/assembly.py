@@ -167,6 +167,7 @@ def _drafter(plan: Plan, rows: int, process: Process | None) -> Drafter | None:
     if isinstance(drafter, HostDrafter):
         drafter.timed = plan.ops.exact and not plan.processing.sample and plan.ranks is None
         drafter.ends_at_once = plan.request.rows is None
+        drafter.tries = plan.session.pinned is not None
     return drafter
 
 
