@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import threading
 import weakref
 
 import pytest
@@ -119,6 +120,26 @@ def test_a_twin_follows_what_is_no_weight():
     head.module.set_rope(torch.arange(1, 9).float() * 0.3, 1.5)
     assert lowered(head, BF16) is twin and twin.module.d2t is head.module.d2t
     assert twin.module.inv_freq is head.module.inv_freq and twin.module.rope_scale == 1.5
+
+
+@torch.no_grad()
+def test_a_twin_follows_weights_that_are_shared_no_more():
+    head = bound_head()
+    mlp = head.module.layers[0].mlp
+    mlp.up_proj.weight = mlp.gate_proj.weight
+    twin = lowered(head, BF16)
+    mlp.up_proj.weight = nn.Parameter(torch.randn_like(mlp.gate_proj.weight))
+    assert lowered(head, BF16) is twin
+    for name, weight in head.module.named_parameters():
+        assert torch.equal(twin.module.get_parameter(name), weight.to(BF16))
+
+
+def test_a_twin_copies_nothing_that_its_head_keeps_besides():
+    """A trainer's lock cannot be copied, and its teacher would take as much memory again."""
+    head, teacher = bound_head(), [tiny_model()]
+    head.module.lock, head.module.teacher = threading.Lock(), teacher
+    twin = lowered(head, BF16)
+    assert twin is not head and twin.module.teacher is teacher and twin.module.binding is None
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from fastspec.kernels.linear.launches import MAX_ROWS
-from fastspec.kernels.linear.reference import GELU_TANH, SILU, opened
+from fastspec.kernels.linear.reference import GELU_TANH, SILU, Parts, opened
 from fastspec.kernels.quantised import linear as kernel
 from fastspec.kernels.quantised import reference
 
@@ -182,3 +182,15 @@ def test_what_does_not_fit_is_refused():
     for x in (torch.zeros(1, 63), torch.zeros(64, 2).T, torch.zeros(1, 64, dtype=torch.float64)):
         with pytest.raises(ValueError, match=r"stored product: x is .*accepted is"):
             kernel.linear(x, weight, None)
+
+
+@pytest.mark.parametrize("last", [1, 16, 17])
+def test_turns_of_many_rows_may_end_with_parts(last):
+    """As of two prompts that are padded to 384 tokens: of few rows a product may be left in parts."""
+
+    def multiply(x, weight):
+        whole = x @ weight.T
+        return whole if len(x) > 16 else Parts(torch.stack((whole - 1, torch.ones_like(whole))), x.dtype)
+
+    x, weight = torch.randn(1, MAX_ROWS + last, 8), torch.randn(3, 8)
+    assert torch.allclose(kernel.in_turns(multiply)(x, weight), x @ weight.T, atol=1e-5)

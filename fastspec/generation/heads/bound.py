@@ -424,13 +424,22 @@ def follow(twin: BoundHead) -> bool:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _twin(head: BoundHead, dtype: torch.dtype) -> BoundHead:
-    module = head.module
-    made: dict[int, Any] = {id(module.binding): None}
-    for weight in module.parameters():
-        made[id(weight)] = nn.Parameter(weight.detach().to(dtype), requires_grad=False)
-    twin = copy.deepcopy(module, made).eval()
-    _take(twin, module)
+    twin = _rounded_to(dtype, head.module).eval()
+    twin.binding = None
     return BoundHead(twin, head.binding, head.rows, source=head)
+
+
+def _rounded_to(dtype: torch.dtype, module: nn.Module) -> Any:
+    """A module of the same modules with weights of `dtype`, none of which two names share. What else it holds, which
+    need not be copyable, stays shared."""
+    made, weights, inner = copy.copy(module), module._parameters, module._modules
+    made._parameters = {
+        name: None if weight is None else nn.Parameter(weight.detach().to(dtype), requires_grad=False)
+        for name, weight in weights.items()
+    }
+    made._modules = {name: None if each is None else _rounded_to(dtype, each) for name, each in inner.items()}
+    made._buffers = dict(module._buffers)
+    return made
 
 
 def _take(twin: DraftHead, head: DraftHead) -> None:

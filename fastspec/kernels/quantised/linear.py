@@ -441,12 +441,14 @@ def linears(
 
 
 def in_turns(multiply: Callable[..., Any]) -> Callable[..., Any]:
-    """A product that sums in the kernel's order for any number of rows: MAX_ROWS at a time."""
+    """A product that sums in the kernel's order for any number of rows: MAX_ROWS at a time, and joined where they are
+    several such, whose last may be in parts."""
 
     def run(x: Tensor, *others: Any) -> Any:
         if x.shape[:-1].numel() <= MAX_ROWS:
             return multiply(x, *others)
-        return torch.cat([multiply(part, *others) for part in x.flatten(0, -2).split(MAX_ROWS)]).unflatten(
+        turns = x.flatten(0, -2).split(MAX_ROWS)
+        return torch.cat([linear_reference.joined(multiply(part, *others)) for part in turns]).unflatten(
             0, x.shape[:-1]
         )
 
