@@ -93,6 +93,22 @@ def test_a_text_that_repeats_itself_is_drafted_soon(dear):
     assert drafter.growths is None and drafter.roots == [7] * 4
 
 
+@pytest.mark.parametrize("rows", [8, 16, 40])
+def test_rows_that_go_on_last_are_drafted_for_whichever_they_are(dear, rows):
+    """Of many rows some are watched; those that have ended leave others to be."""
+    drafter, text, going = drafter_of(rows, [5, 6, 7, 8, 9] * 12), cycle([5, 6, 7, 8, 9]), [0] * (rows - 1) + [1]
+    drafter.ends_at_once, drafter.active = True, [*map(bool, going)]
+    drafter.rule.begin_call()
+    rests = 0
+    for _ in range(60):
+        rests = rests + (rests == 1 and drafter.rests_on()) if rests else drafter.pause()
+        if not rests:
+            break
+        rests -= 1
+        drafter.catch_up(torch.full((rows, 1), next(text)), going)
+    assert not rests and drafter.size > 1
+
+
 def test_drafts_of_rows_that_are_ahead_bring_the_end_of_a_call_no_nearer(dear):
     """Where another prompt takes a row that has ended they do."""
     for ends_at_once in (True, False):

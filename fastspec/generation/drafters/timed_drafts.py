@@ -56,7 +56,7 @@ class TimedDrafts:
         self.costs, self.prices, self.look, self.wait = costs, prices, look, wait
         self.sizes = [size for size in costs if size > 1]
         self.times, self.recurrence = RoundTimes(), Recurrence(rows, most)
-        self.watched = range(0, rows, -(-rows // WATCHED))
+        self.watched: Sequence[int] = range(0, rows, -(-rows // WATCHED))
         self.begins, self.ends_at_once = BEGINS[0], False
         """What drafts have to promise for rounds without any to end, and whether a call ends with the last row."""
         self.left, self.unseen = GRANTED[rows > 1], 0
@@ -143,7 +143,7 @@ class TimedDrafts:
     def pays(self, going: Sequence[bool], following: bool = False) -> float:
         """Tokens over cost that drafts are expected to bring now, or in the round after the next one without any; those
         of a round without are 1."""
-        rows = [row for row in self.watched if going[row]]
+        rows = [row for row in self.watched if going[row]] or self._watch(going)
         hopes = [hope for row in rows if (hope := self.recurrence.of(row, following))]
         if sum(hopes) <= LEAST_HOPE * len(rows):
             return 1.0
@@ -153,6 +153,15 @@ class TimedDrafts:
             share = self.recurrence.counted_share(rows) / len(rows)
         promised = {size: 1 + share * sum([min(hope, size - 1) for hope in hopes]) for size in self.sizes}
         return max(tokens / (1 + self.price(size)) for size, tokens in promised.items())
+
+    def _watch(self, going: Sequence[bool]) -> Sequence[int]:
+        """Watch others, of the rows that go on, where none that is watched does -> these rows."""
+        rows = [row for row, on in enumerate(going) if on]
+        if rows:
+            self.watched = rows = rows[:: -(-len(rows) // WATCHED)]
+            for row in rows:
+                self.recurrence.begin(row)
+        return rows
 
     def hear(self, row: int, storage: Storage, tokens: Sequence[int]) -> bool:
         """Take a row's new tokens -> False where its place is not known, and is asked for."""
