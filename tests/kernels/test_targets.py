@@ -70,11 +70,14 @@ def compiled() -> dict[Job, list[dict]]:
 
 def check(rows: list[dict]) -> None:
     """All launches compile, within the shared memory that is there, and keep at most 288 bytes of a thread's registers
-    in memory; those of a tree of more than 4,096 candidates, which few ask for, up to 1,536."""
-    wide = {f"tree_build, {count} candidates" for count in (5000, 16384)}
+    in memory; those of a tree of more than 4,096 candidates, which few ask for, up to 1,536, and those of runs of long
+    texts, which add up all of them, up to 352 on 12.0."""
+    most = dict.fromkeys((f"tree_build, {count} candidates" for count in (5000, 16384)), 1536)
+    folded = "ordered attention, long text in one share"
+    most |= {row["op"]: 352 for row in rows if row["op"].startswith(folded) and row["capability"] == 120}
     assert rows and not [row for row in rows if "error" in row]
     assert not [row for row in rows if row["shared"] > row["limit"]]
-    assert not [row for row in rows if row["stack"] > (1536 if row["op"] in wide else 288)]
+    assert not [row for row in rows if row["stack"] > most.get(row["op"], 288)]
 
 
 @TRITON
