@@ -46,15 +46,16 @@ class Panel:
         return [(method, LABELS.get(method, method), found[method]) for method in self.methods if method in found]
 
 
+PLAIN = "transformers", "static-compile", "autoregressive"
 PANELS = (
     Panel("bench_qwen_all_h100.jsonl", "H100, bf16", ("transformers", "autoregressive", "nasd", "eagle3")),
-    Panel("bench_qwen_h200.jsonl", "H200, bf16", ("transformers", "static-compile", "autoregressive", "nasd")),
-    Panel("bench_pair_cpu.jsonl", "Two CPU cores, fp32", ("transformers", "assisted", "autoregressive", "speculative")),
+    Panel("bench_qwen_h200.jsonl", "H200, bf16", (*PLAIN, "nasd")),
+    Panel("bench_pair_cpu.jsonl", "Two CPU cores, fp32", (*PLAIN, "speculative")),
 )
 LABELS = {"transformers": "generate", "static-compile": "static cache,\ncompiled", "autoregressive": "no drafts"}
 LABELS |= {"nasd": "n-grams", "eagle3": "EAGLE-3 head"}
 """Method -> its name in the picture, where that is not its own."""
-THEIRS = ("transformers", "static-compile", "assisted")
+THEIRS = ("transformers", "static-compile")
 """Methods of transformers; the others are fastspec's."""
 TITLE = "Qwen2.5-Coder-1.5B-Instruct, one prompt at a time, tokens per second"
 THEMES = {

@@ -98,7 +98,7 @@ def claims(picture: Any) -> list[tuple[str, str]]:
             beside.rows,
         ),
         (
-            f"Two CPU cores: generate {cores['transformers']}, assisted {cores['assisted']}, "
+            f"Two CPU cores: generate {cores['transformers']}, static cache, compiled {cores['static-compile']}, "
             f"no drafts {cores['autoregressive']}, speculative {cores['speculative']}",
             cpu.rows,
         ),
