@@ -233,7 +233,7 @@ class TextDrafter(RetokenizingDrafter):
     def _write(self, going: Tensor) -> list[list[int]]:
         """The draft model's tokens after every row's text, as many as pay over the rows going [B]."""
         logits, own = self._catch_up(), list[Tensor]()
-        while self.adaptive.allows(torch.softmax(logits.float(), -1), going):
+        while not self.length.cost or self.adaptive.allows(torch.softmax(logits.float(), -1), going):
             own.append(logits.argmax(-1))
             if not self.adaptive.take():
                 break

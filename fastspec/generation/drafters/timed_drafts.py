@@ -58,7 +58,8 @@ class TimedDrafts:
         self.times, self.recurrence = RoundTimes(), Recurrence(rows, most)
         self.watched: Sequence[int] = range(0, rows, -(-rows // WATCHED))
         self.begins, self.ends_at_once = BEGINS[0], False
-        """What drafts have to promise for rounds without any to end, and whether a call ends with the last row."""
+        """Tokens over cost that drafts have to promise for rounds without any to end; True where a call ends with its
+        last row."""
         self.left, self.unseen = GRANTED[rows > 1], 0
         """Target passes that drafts may lose, and rounds with drafts before the time of those without is taken anew."""
         self.idle = 0

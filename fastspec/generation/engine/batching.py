@@ -21,7 +21,7 @@ ASYNCHRONOUS_AFTER = 8
 
 
 def brought(waiting: Sequence[Value], places: Sequence[int]) -> list[Value]:
-    """What waits with those at these places in front; the others keep their order."""
+    """The prompts that wait, with those at these places in front; the others keep their order."""
     taken = {*places}
     return [*map(waiting.__getitem__, places), *(each for place, each in enumerate(waiting) if place not in taken)]
 
