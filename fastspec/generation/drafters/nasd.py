@@ -293,13 +293,13 @@ class NasdDrafter(HostDrafter):
         least = min((count for count, on in zip(emitted, self.active, strict=True) if on), default=0)
         return [on and count <= least + AHEAD for count, on in zip(emitted, self.active, strict=True)]
 
-    def _saved(self, gains: dict[int, int]) -> dict[int, int]:
-        """Rounds by which a call ends earlier that accepted so many drafts: those that its last row is further."""
+    def _spared(self, gains: dict[int, int]) -> float:
+        """Rounds that are spared where rows have accepted so many drafts: a call those that its last row is further."""
+        if not self.ends_at_once:
+            return self.rule.shared(gains)
         emitted = {row: self.heard[row] - self.begun[row] for row in gains}
-        if not emitted:
-            return {}
-        least = min(emitted, key=emitted.__getitem__)
-        return {least: min(emitted[row] + accepted for row, accepted in gains.items()) - emitted[least]}
+        further = [emitted[row] + accepted for row, accepted in gains.items()]
+        return min(further, default=0) - min(emitted.values(), default=0)
 
     def _foretell(self, row: int, tokens: Sequence[int]) -> None:
         """Learn from new tokens of a row whether they were those that its storage has next."""
@@ -417,7 +417,7 @@ class NasdDrafter(HostDrafter):
         """Count the emitted tokens of the active rows up to their end tokens, and the target's likeliest ones."""
         gains = {row: accepted for row, (goes_on, accepted, *_) in enumerate(digest) if goes_on}
         if self.ruled:
-            self.rule.ran(self.size, self.hosted, self._saved(gains) if self.ends_at_once else gains)
+            self.rule.ran(self.size, self.hosted, self._spared(gains))
         if gains and not self.tries:  # what a try accepts says nothing of a text
             self.promised = KEPT * self.promised + self.hoped
             self.delivered = KEPT * self.delivered + sum(gains.values())

@@ -101,9 +101,15 @@ class TimedDrafts:
             found[1] = vain / MARGIN
         return found or self.costs
 
-    def ran(self, kind: int, hosted: bool, gains: dict[int, int] | None = None) -> None:
-        """A round of this kind has ended, in which rows have accepted so many drafts; of a call, which ends with its
-        last row, those by which the last is further."""
+    def shared(self, gains: dict[int, int]) -> float:
+        """Rounds that an open batch is spared by rows that have accepted so many drafts."""
+        if not gains:
+            return 0.0
+        watched = [row for row in self.watched if row in gains]
+        return sum(gains.values()) / len(gains) * (self.recurrence.counted_share(watched) if watched else 1.0)
+
+    def ran(self, kind: int, hosted: bool, gained: float = 0.0) -> None:
+        """A round of this kind has ended, which spares so many others."""
         self.hosted = hosted
         made, self.made = self.made, SPENT.first_runs + SPENT.captures
         waited, self.waits = kind == 1 and self.waits, False
@@ -121,11 +127,6 @@ class TimedDrafts:
         cost = self.wait if kind == 1 else self.price(kind)
         if spent is not None and plain is not None and made == self.made:
             cost = min(max(0.0, spent / plain - 1), cost + SLACK)
-        gained = 0.0
-        if gains:
-            watched = [row for row in self.watched if row in gains]
-            shared = watched and not self.ends_at_once
-            gained = sum(gains.values()) / len(gains) * (self.recurrence.counted_share(watched) if shared else 1.0)
         self.left = max(-OWED, min(SAVED, self.left + gained - cost))
 
     def rests(self, going: Sequence[bool], timed: bool) -> int:
