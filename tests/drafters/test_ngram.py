@@ -115,6 +115,7 @@ def test_a_text_whose_repetitions_are_all_false_costs_three_percent(monkeypatch,
             spent += drafter.look * (asks and drafter.vain)
             if rests:
                 rests -= 1
+                drafter.work()
                 drafter.catch_up(torch.tensor([[draws.randrange(8)]]), [1])
             else:
                 tree = drafter.propose(0)
@@ -129,6 +130,7 @@ def test_a_text_whose_repetitions_are_all_false_costs_three_percent(monkeypatch,
             rests = rests + (rests == 1 and drafter.rests_on()) if rests else drafter.pause()
             if rests:
                 rests -= 1
+                drafter.work()
                 drafter.catch_up(torch.tensor([[follow[place]]]), [1])
                 place += 1
                 continue

@@ -19,6 +19,7 @@ import fastspec
 from fastspec.generation.drafters import nasd, policy, timed_drafts
 from fastspec.generation.drafters.nasd import NasdDecoding, NasdDrafter, grow, spread, storage_of
 from fastspec.generation.drafters.policy import COSTS, MeasuredCosts
+from fastspec.generation.drafters.recurrence import STREAKS
 from fastspec.generation.engine import batching
 from fastspec.generation.engine.schedule import GraphFromScore, WholeGraph
 from fastspec.patches.backends import ngram_counter
@@ -47,6 +48,7 @@ def drafter_of(rows: int, prompt: list[int], config: fastspec.Nasd | None = None
 def told(drafter: NasdDrafter, token: int) -> None:
     """A round without drafts has emitted this token in all rows."""
     rows = len(drafter.roots)
+    drafter.work()
     drafter.catch_up(torch.full((rows, 1), token), [1] * rows)
 
 
@@ -105,6 +107,7 @@ def test_rows_that_go_on_last_are_drafted_for_whichever_they_are(dear, rows):
         if not rests:
             break
         rests -= 1
+        drafter.work()
         drafter.catch_up(torch.full((rows, 1), next(text)), going)
     assert not rests and drafter.size > 1
 
@@ -133,7 +136,7 @@ def test_a_call_drafts_where_all_of_its_last_rows_go_on_as_before(dear, ends_at_
         rule.begin_call()
     told(drafter, 5)
     told(drafter, 6)
-    assert rule.pays(drafter.counting) > rule.begins
+    assert not drafter.rests_on()
     drafter.size, left = 4, rule.left
     saved = 1 if ends_at_once else 2 * rule.recurrence.counted_share([0, 1])
     drafter.update([[1, 3, 7, 8, 9, 5], [1, 1, 7, 8, 0, 0]], 4)
@@ -262,7 +265,7 @@ def test_a_storage_that_is_kept_has_counted_all_of_a_call(dear, monkeypatch, cap
     storage, expected = fastspec.NgramStorage(4), fastspec.NgramStorage(4)
     out = model.generate(
         ids,
-        max_new_tokens=50,
+        max_new_tokens=80,
         do_sample=False,
         eos_token_id=NEVER,
         assistant=fastspec.Nasd(storage=storage, top_k_filler=1),
@@ -449,6 +452,7 @@ def drafted(drafter: NasdDrafter, host: Host, texts: Sequence[Sequence[int]]) ->
             rests = 1
         rests -= 1
         host.seconds += 0.0015
+        drafter.work()
         drafter.catch_up(torch.tensor(tokens)[:, None], [1] * len(tokens))
     return found
 
@@ -573,3 +577,64 @@ def test_a_clock_decides_in_calls_where_no_size_changes_a_bit(monkeypatch, exact
         made.clear()
         model.generate(ids, do_sample=sample, max_new_tokens=4, pad_token_id=0, assistant=assistant)
         assert {(each.timed, each.ends_at_once) for each in made} == {(exact and not sample, at_once)}
+
+
+def test_a_rest_is_heard_of_at_its_end_where_the_host_chooses_tokens_of_many_rows(dear):
+    """Else the host's work for n-grams would hold up the device after every round."""
+    for rows, hosted, expected in ((8, True, timed_drafts.LONGEST), (3, True, 8), (1, True, 1), (8, False, 1)):
+        drafter = drafter_of(rows, [1, 2, 3])
+        drafter.hosted = hosted
+        drafter.pause()
+        told(drafter, 4)
+        assert drafter.rests_on() == expected and drafter.listens == (expected == 1)
+        drafter.rule.hosted, drafter.active = True, [row == 0 for row in range(rows)]
+        assert drafter.rests_on() == 1 and drafter.listens  # one row goes on
+
+
+def test_tokens_of_a_rest_are_held_against_the_storage_before_they_are_counted(dear):
+    """The last ones: those before say nothing of how the text goes on."""
+    drafter, more = drafter_of(1, [5, 6, 7, 8, 9] * 4), [5, 6, 7, 8, 9] * 4
+    told(drafter, 5)
+    drafter.rests_on()
+    drafter.work()
+    drafter.catch_up(torch.tensor([more[1:]]), [19])
+    assert drafter.fresh[0] == more[1:] and len(drafter.unread[0]) == 19 and drafter.roots == [9]
+    drafter.work()
+    assert len(drafter.unread[0]) == 19  # a guess from its own count would say nothing
+    seen = sum(drafter.rule.recurrence.seen)
+    assert not drafter.rests_on() and not drafter.fresh[0]
+    assert sum(drafter.rule.recurrence.seen) == seen + STREAKS
+    assert drafter.rule.recurrence.streaks == [STREAKS - 1]
+    drafter.work()
+    assert not drafter.unread[0]
+    assert drafter.pause() == 0 and drafter.propose(0).tokens[0, :3].tolist() == [9, 5, 6]
+
+
+def test_rounds_that_were_heard_of_together_have_one_time(dear, monkeypatch):
+    host = Host()
+    monkeypatch.setattr(policy, "time", host)
+    rule = drafter_of(8, [3, 4, 5]).rule
+    rule.timed, left = True, rule.left
+    rule.ran(1, True)
+    host.seconds += 0.018
+    rule.ran(1, True, rounds=12)
+    assert [*rule.times.spent[~1]] == [pytest.approx(1.5)] and rule.idle == 13
+    assert rule.left == pytest.approx(left + 13 * timed_drafts.SHARE)
+    rule.times.spent[8] = policy.deque([9.0])
+    rule.ran(1, True, rounds=2 * timed_drafts.STALE)
+    assert 8 not in rule.times.spent
+
+
+@pytest.mark.parametrize("hosted", [False, True])
+def test_tokens_are_counted_while_rounds_without_drafts_run(dear, monkeypatch, hosted):
+    """Of plain decoding's own rounds, whether the host has a part in their tokens or not."""
+    stand_in(monkeypatch)
+    monkeypatch.setattr(timed_drafts.TimedDrafts, "pays", lambda self, going, following=False: 0.0)
+    worked, work = [], NasdDrafter.work
+    monkeypatch.setattr(NasdDrafter, "work", lambda self, **more: (worked.append(1), work(self, **more))[1])
+    plain, model = tiny_model(seed=3), fastspec.patch(tiny_model(seed=3))
+    inputs: dict[str, Any] = {"input_ids": torch.tensor([[5, 6, 7, 8] * 4])}
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    more = {"repetition_penalty": 1.1} if hosted else {}
+    same((plain, model), "nasd", inputs, max_new_tokens=30, eos_token_id=NEVER, **more)
+    assert len(worked) >= stats(model).rounds

@@ -170,9 +170,9 @@ def test_n_grams_hear_whether_the_host_has_a_part_in_choosing_tokens(monkeypatch
     monkeypatch.setitem(nasd.COSTS, "cpu", nasd.COSTS["cuda"])
     heard, ran = list[bool](), TimedDrafts.ran
 
-    def told_of(drafts: TimedDrafts, kind: int, hosted: bool, *gains: Any) -> None:
+    def told_of(drafts: TimedDrafts, kind: int, hosted: bool, *gains: Any, **more: Any) -> None:
         heard.append(hosted)
-        ran(drafts, kind, hosted, *gains)
+        ran(drafts, kind, hosted, *gains, **more)
 
     monkeypatch.setattr(TimedDrafts, "ran", told_of)
     with (
@@ -183,3 +183,30 @@ def test_n_grams_hear_whether_the_host_has_a_part_in_choosing_tokens(monkeypatch
             heard.clear()
             batch.submit(texts(5)[0], **asked(number)).result(60)
             assert heard and set(heard) == {hosted}
+
+
+def test_n_grams_that_rest_beside_grammars_hear_of_many_rounds_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until other prompts take rows; answers are those of plain decoding."""
+    stand_in(monkeypatch)
+    monkeypatch.setitem(nasd.COSTS, "cpu", nasd.COSTS["cuda"])
+    monkeypatch.setattr(TimedDrafts, "pays", lambda self, going, following=False: 0.0)
+    spans, catch_up = list[int](), nasd.NasdDrafter.catch_up
+
+    def told_of(drafter: nasd.NasdDrafter, tokens: Any, counts: Any) -> None:
+        spans.append(tokens.shape[1])
+        catch_up(drafter, tokens, counts)
+
+    monkeypatch.setattr(nasd.NasdDrafter, "catch_up", told_of)
+    prompts, plain, held = texts(*range(3, 10)), terse(), {"regex": "[ab/]{30}"}
+
+    def options() -> dict[str, Any]:
+        grammar = fastspec.Grammar(TOKENIZER, **held)
+        return {"do_sample": False, "eos_token_id": END, "logits_processor": [grammar]}
+
+    with (
+        fastspec.patched(model := terse()),
+        fastspec.continuous(model, "nasd", rows=4, max_length=96) as batch,
+    ):
+        found = told([batch.submit(ids, max_new_tokens=40, **options()) for ids in prompts])
+    assert found == [alone(plain, ids, 40, **options()) for ids in prompts]
+    assert max(spans) > 4 and len(spans) < batch.stats.rounds / 2

@@ -206,10 +206,10 @@ class Drafter(Buffered, ABC):
         """Number of the next rounds that have no drafts; asked before every round that may have some."""
         return 0
 
-    def rests_on(self) -> bool:
-        """True where one more round without drafts follows those of the last `pause`; asked before the last of them,
-        which may be in flight."""
-        return False
+    def rests_on(self) -> int:
+        """Number of rounds without drafts that follow those of the last `pause`; asked before the last of them, which
+        may be in flight."""
+        return 0
 
     def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:
         """Take the tokens [B, n] that the rows emitted in rounds without drafts, counts [B] of it."""
@@ -271,7 +271,10 @@ class RootsOnly(Drafter):
 
 class HostDrafter(Drafter):
     """A drafter on the host that learns from a few integers of every round, which a captured round reads back with its
-    own result. `catch_up` is called after every round without drafts, with tokens on the host."""
+    own result. `catch_up` is called with tokens on the host, after every round without drafts while it `listens`."""
+
+    listens = True
+    """False in a rest of whose rounds it hears when it is asked next, or rows change."""
 
     tries = False
     """True in a warm-up: rounds have trees of every size in turn, whatever they promise, and none."""

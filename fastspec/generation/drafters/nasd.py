@@ -12,10 +12,10 @@ import copy
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import ClassVar
 
 import torch
@@ -138,7 +138,7 @@ def _signed(bits: int, words: int) -> list[int]:
 
 LEAST_LOOK = 0.03
 """Rounds go without look-ups only where one costs more than this, in target passes."""
-QUICKER = 20
+QUICKER = 10
 """Times as many tokens that a counter counts in the time that Python takes."""
 BATCHED = 8
 """Tokens from which a counter is asked, as a call of it takes as long as Python for a few."""
@@ -147,6 +147,8 @@ LAG = 16
 BEYOND = 32
 """Tokens of a row's text at most that are no part of a prompt which begins like it, for its counts to be taken over:
 the last token, and what a round emitted behind an answer's limit. A text of which more is left is another one."""
+NONE_BESIDE: Iterable[Sequence[int]] = repeat(())
+"""Likeliest tokens beside each of those that were counted without any."""
 AHEAD = 4
 """Tokens by which a row may be ahead of the last one, for its drafts to count where a call ends with the last row."""
 SPARSE = 1.15
@@ -224,6 +226,10 @@ class NasdDrafter(HostDrafter):
         self.roots, self.active = [0] * len(storages), [True] * len(storages)
         self.heard, self.begun = [0] * len(storages), [0] * len(storages)
         """Tokens of each row's text, those in `unread` included, and of its prompt."""
+        self.fresh: list[list[int]] = [[] for _ in storages]
+        """The last tokens in `unread` of each row, which `rule` has not heard."""
+        self.counted = False
+        """True where nothing is left to count until more is heard."""
 
     def hint(self, texts: Sequence[Sequence[int]]) -> None:
         for storage, text in zip(self.storages, texts, strict=True):
@@ -233,15 +239,16 @@ class NasdDrafter(HostDrafter):
         self.roots = root.tolist()
         for row, (text, real) in enumerate(zip(ids.tolist(), counts.tolist(), strict=True)):
             self.rule.recurrence.begin(row)
-            self._hear(row, [(token, ()) for token in (*text[:real], self.roots[row])])
+            self.fresh[row] = []
+            self._hear(row, [*text[:real], self.roots[row]])
         self.begun = self.heard.copy()
         if self.ends_at_once:
             self.rule.begin_call()
         self._heard()
 
-    def _hear(self, row: int, tokens: Sequence[tuple[int, Sequence[int]]]) -> None:
+    def _hear(self, row: int, tokens: Sequence[int], likeliest: Iterable[Sequence[int]] = NONE_BESIDE) -> None:
         """Take tokens of a row, with the target's likeliest ones beside each."""
-        self.unread[row].extend(tokens)
+        self.unread[row].extend(zip(tokens, likeliest))  # noqa: B905
         self.heard[row] += len(tokens)
 
     def take_prefix(self, other: Drafter, source: int, count: int) -> int:
@@ -271,6 +278,7 @@ class NasdDrafter(HostDrafter):
         self.storages[row], self.cursors[row] = other.storages[source], other.cursors[source]
         self.roots[row], self.active[row] = other.roots[source], other.active[source]
         self.unread[row], self.heard[row] = deque(other.unread[source]), other.heard[source]
+        self.fresh[row] = other.fresh[source].copy()
         self.rule.recurrence.move(row, other.rule.recurrence, source)
         self._heard()
 
@@ -301,10 +309,14 @@ class NasdDrafter(HostDrafter):
         further = [emitted[row] + accepted for row, accepted in gains.items()]
         return min(further, default=0) - min(emitted.values(), default=0)
 
-    def _foretell(self, row: int, tokens: Sequence[int]) -> None:
-        """Learn from new tokens of a row whether they were those that its storage has next."""
-        if self.ruled and not self.rule.hear(row, self.storages[row], tokens) and len(self.unread[row]) <= LAG:
-            self.rule.recurrence.stand(row, self.storages[row], self._place(row))
+    def _foretell(self) -> None:
+        """Learn from new tokens of the rows whether they were those that their storages have next."""
+        self.counted = False
+        for row, tokens in enumerate(self.fresh):
+            known = not tokens or self.rule.hear(row, self.storages[row], tokens)
+            if not known and len(self.unread[row]) - len(tokens) <= LAG:
+                self.rule.recurrence.stand(row, self.storages[row], self._place(row))
+            self.fresh[row] = []
 
     def _place(self, row: int) -> Cursor:
         """Place of a row after its last token."""
@@ -315,20 +327,25 @@ class NasdDrafter(HostDrafter):
 
     def _heard(self) -> None:
         """Rows have new tokens: what was looked up no longer holds."""
-        self.growths = None
+        self.growths, self.counted = None, False
         if self.quota is None:
             self.work(all_of_it=True)
 
-    def work(self, all_of_it: bool = False, least: int = 1) -> None:
-        """Count what was put off, of rows that have so many tokens of it."""
+    def work(self, all_of_it: bool = False) -> None:
+        """Count what was put off and is not `fresh`; without drafts, of rows that have enough of it for a counter."""
+        if self.counted and not all_of_it:
+            return
         left = sum(map(len, self.unread)) if all_of_it or self.quota is None else self.quota
-        for row in sorted(range(len(self.unread)), key=lambda row: len(self.unread[row])):
-            unread = self.unread[row]
-            count = min(left, len(unread))
+        least = 1 if all_of_it or self.counter is None or self.growths is not None else BATCHED
+        rows = enumerate(zip(self.unread, self.fresh, strict=True))
+        put_off = [(len(unread) - (0 if all_of_it else len(fresh)), row) for row, (unread, fresh) in rows]
+        for most, row in sorted(each for each in put_off if each[0] >= least):
+            unread, count = self.unread[row], min(left, most)
             if count >= least:
                 steps = [unread.popleft() for _ in range(count)]
                 self.cursors[row] = self._feed(self.storages[row], self.cursors[row], steps)
                 left -= count
+        self.counted = left > 0
 
     def _feed(self, storage: Storage, cursor: Cursor, steps: Sequence[tuple[int, Sequence[int]]]) -> Cursor:
         """Count tokens, with the target's likeliest ones beside each -> the cursor after them."""
@@ -349,6 +366,8 @@ class NasdDrafter(HostDrafter):
         if self.tries:
             self.tried = (self.tried + 1) % (1 + len(self.costs))
             return int(self.tried == 0)
+        self.listens = True
+        self._foretell()
         rests = self.rule.rests(self.counting, self.timed) if self.dear else 0
         if rests or not self.dear:
             return rests
@@ -356,24 +375,31 @@ class NasdDrafter(HostDrafter):
         self.vain = self.size == 1
         return RESTS if self.vain else 0
 
-    def rests_on(self) -> bool:
-        return self.ruled and self.rule.rests_on(self.counting)
+    def rests_on(self) -> int:
+        if not self.ruled:
+            return 0
+        self._foretell()
+        more = self.rule.rests_on(self.counting)
+        self.listens = more <= 1
+        return more
 
     def _knows(self, row: int) -> bool:
         return self.active[row] and len(self.unread[row]) <= LAG
 
     def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:
-        if self.ruled:
-            self.rule.ran(IN_VAIN if self.vain else 1, self.hosted)
+        ruled, rounds = self.ruled, tokens.shape[1]
+        if ruled:
+            self.rule.ran(IN_VAIN if self.vain else 1, self.hosted, rounds=rounds)
         self.vain = False
-        self.promised, self.delivered = KEPT * self.promised, KEPT * self.delivered
+        self.promised, self.delivered = KEPT**rounds * self.promised, KEPT**rounds * self.delivered
         for row, (emitted, count) in enumerate(zip(tokens.tolist(), counts, strict=True)):
-            self._hear(row, [(token, ()) for token in emitted[:count]])
-            self._foretell(row, emitted[:count])
-            self.roots[row] = [self.roots[row], *emitted[:count]][-1]
-            self.active[row] = self.active[row] and count == len(emitted) and self.roots[row] not in self.ends
+            if heard := emitted[:count]:
+                self._hear(row, heard)
+                self.roots[row] = heard[-1]
+                if ruled:
+                    self.fresh[row] += heard
+            self.active[row] = self.active[row] and count == rounds and self.roots[row] not in self.ends
         self._heard()
-        self.work(least=1 if self.counter is None else BATCHED)
 
     def _look_up(self) -> list[Growth]:
         """Trees of what is known, and how much of them promises most; that of a row that has ended is its root."""
@@ -425,14 +451,14 @@ class NasdDrafter(HostDrafter):
             self.active[row] = bool(goes_on)
             if not goes_on:
                 continue
-            width, heard = len(emitted) // steps, list[int]()
+            width = len(emitted) // steps
             for start in range(0, width * (accepted + 1), width):
                 *likeliest, token = emitted[start : start + width]
-                self._hear(row, [(token, likeliest)])
-                heard.append(token)
+                self._hear(row, [token], [likeliest])
+                if self.ruled:
+                    self.fresh[row].append(token)
                 if token in self.ends:
                     break
-            self._foretell(row, heard)
             self.roots[row] = emitted[width * (accepted + 1) - 1]
         self._heard()
         if self.measured is not None:

@@ -115,11 +115,11 @@ class RoundTimes:
         self.ended: float | None = None
         """Second in which the tokens of the last round came; None where other work has come since."""
 
-    def take(self, kind: int | None) -> float | None:
-        """The tokens of a round have come; None: of one whose time says nothing of others -> its milliseconds, None
-        where other work came before it."""
+    def take(self, kind: int | None, rounds: int = 1) -> float | None:
+        """The tokens of a round, or of so many, have come; None: of one whose time says nothing of others -> the
+        milliseconds of one, None where other work came before it."""
         now = time.perf_counter()
-        spent = None if self.ended is None else 1e3 * (now - self.ended)
+        spent = None if self.ended is None else 1e3 * (now - self.ended) / rounds
         if spent is not None and kind is not None:
             self.spent.setdefault(kind, deque(maxlen=LAST_TIMES)).append(spent)
         self.ended = now

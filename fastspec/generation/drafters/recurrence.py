@@ -54,7 +54,13 @@ class Recurrence:
         self.streaks[row], self.gains[row] = other.streaks[source], other.gains[source]
 
     def hear(self, row: int, storage: Storage, tokens: Sequence[int]) -> None:
-        """Take tokens of a row whose place is known."""
+        """Take tokens of a row whose place is known; of more than `STREAKS` the first ones are not looked at."""
+        if len(tokens) > STREAKS:
+            cursor, self.streaks[row] = self.cursors[row], 0
+            for token in tokens[:-STREAKS]:
+                cursor = storage.step(cursor, token)
+            self.stand(row, storage, cursor)
+            tokens = tokens[-STREAKS:]
         for token in tokens:
             if (guess := self.guesses[row]) is not None:
                 kind, likely = guess

@@ -26,6 +26,9 @@ LEAST_TRIED, STALE = 2, 512
 held rounds up may be over, and nothing else would tell."""
 RESTS = 2
 """Rounds without drafts at the least: the second is launched before the first is read."""
+UNHEARD, LONGEST = 4, 16
+"""Rounds for each further row, and at the most, that a rest is longer by where the host has a part in choosing tokens:
+what else it does there holds up the device."""
 GRANTED, SHARE, SAVED, OWED = (2.0, 1.0), 0.01, 4.0, 16.0
 """Target passes that drafts may lose at the start, of one row and of several, of which each loses more; those that
 every round without adds, how many there are at most, and how many rounds without have to bring back at most."""
@@ -108,23 +111,23 @@ class TimedDrafts:
         watched = [row for row in self.watched if row in gains]
         return sum(gains.values()) / len(gains) * (self.recurrence.counted_share(watched) if watched else 1.0)
 
-    def ran(self, kind: int, hosted: bool, gained: float = 0.0) -> None:
-        """A round of this kind has ended, which spares so many others."""
+    def ran(self, kind: int, hosted: bool, gained: float = 0.0, rounds: int = 1) -> None:
+        """A round of this kind, or so many, have ended, which spare so many others."""
         self.hosted = hosted
         made, self.made = self.made, SPENT.first_runs + SPENT.captures
         waited, self.waits = kind == 1 and self.waits, False
         told = None if waited or made != self.made else ~kind if hosted else kind
-        spent, plain = self.times.take(told) if self.timed else None, self.spent(1)
+        spent = self.times.take(told, rounds) if self.timed else None
         self.unseen -= kind > 1
-        self.idle = 0 if kind > 1 else self.idle + 1
-        if self.idle == STALE:
+        self.idle = 0 if kind > 1 else self.idle + rounds
+        if self.idle - rounds < STALE <= self.idle:
             for size in self.sizes:
                 self.times.forget(size)
                 self.times.forget(~size)
         if kind == 1 and not waited:
-            self.left = min(SAVED, self.left + SHARE)
+            self.left = min(SAVED, self.left + SHARE * rounds)
             return
-        cost = self.wait if kind == 1 else self.price(kind)
+        cost, plain = self.wait if kind == 1 else self.price(kind), self.spent(1)
         if spent is not None and plain is not None and made == self.made:
             cost = min(max(0.0, spent / plain - 1), cost + SLACK)
         self.left = max(-OWED, min(SAVED, self.left + gained - cost))
@@ -138,9 +141,11 @@ class TimedDrafts:
             return SEEN
         return 0 if self.left > 0 and self.pays(going) > 1 else RESTS
 
-    def rests_on(self, going: Sequence[bool]) -> bool:
-        """True where the round after the next one, which has none either, has no drafts."""
-        return self.left <= 0 or self.pays(going, following=True) < self.begins
+    def rests_on(self, going: Sequence[bool]) -> int:
+        """Rounds without drafts behind the next one, which has none either."""
+        if self.left > 0 and self.pays(going, following=True) >= self.begins:
+            return 0
+        return max(1, min(LONGEST, UNHEARD * (sum(going) - 1))) if self.hosted else 1
 
     def pays(self, going: Sequence[bool], following: bool = False) -> float:
         """Tokens over cost that drafts are expected to bring now, or in the round after the next one without any; those

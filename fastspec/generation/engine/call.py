@@ -181,7 +181,7 @@ class Fallback:
         """Take what such a round emitted."""
         if not self.missed:
             self.counts = [0] * len(state.running)
-        self.missed.append([tokens[0] for _, *tokens in emitted])
+        self.missed.append([row[1] for row in emitted])
         going = zip(self.counts, state.running, state.padded, strict=True)
         self.counts = [count + (running and not padded) for count, running, padded in going]
         self.left -= 1

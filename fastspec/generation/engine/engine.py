@@ -60,6 +60,7 @@ class Engine(Generic[TargetT]):
         """Rounds of which it keeps what the drafter has not read, but for one in flight."""
         self.main, self.plain, self.given = (self._program(each) for each in (drafter, self.resting, None))
         """The call's own rounds, those without its drafter, and those that verify a given text."""
+        self.plain.behind = drafter
         self.undrafted = self._undrafted()
         """Rounds that the drafter hears of and drafts nothing for, where it can."""
         self.drafts = True
@@ -96,14 +97,16 @@ class Engine(Generic[TargetT]):
 
     @drafter.setter
     def drafter(self, drafter: Drafter | None) -> None:
-        self.main.drafter = drafter
+        self.main.drafter = self.plain.behind = drafter
         self.undrafted = self._undrafted()
 
     def _undrafted(self) -> RoundProgram | None:
         drafter = self.drafter
         if drafter is None or not drafter.observes_roots:
             return None
-        return self._program(RootsOnly(drafter, self.state.root))
+        program = self._program(RootsOnly(drafter, self.state.root))
+        program.behind = drafter
+        return program
 
     def profile(self, clock: Clock | None) -> None:
         """Take the phases of the rounds from here on down, or not."""
@@ -192,7 +195,8 @@ class Engine(Generic[TargetT]):
             return self._step(self.current, longest, stats, verifier, asynchronous)
         emitted = self._step(self.plain, longest, stats, verifier, asynchronous and self.fallback.left > 1)
         self.fallback.count(emitted, self.state)
-        if not self.fallback.left or isinstance(self.drafter, HostDrafter):  # the next round may be in flight
+        hears = isinstance(self.drafter, HostDrafter) and (self.drafter.listens or self.fallback.left == 1)
+        if hears or not self.fallback.left:  # else the next round may be in flight
             self.fallback.tell(self.drafter)
         return emitted
 

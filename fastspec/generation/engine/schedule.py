@@ -136,12 +136,14 @@ class WholeGraph(Schedule):
             this = self.next or self.launch(verifier)
             self.next = self.launch(verifier) if asynchronous and self._ready(longest + self.program.longest) else None
             stats.replays += 1
+            self.program.meanwhile()
             return this.done, this.wait()
 
     def run(self, verifier: Verifier, longest: int, stats: Stats) -> tuple[Round, Emitted]:
         self.program.open(longest)
         with timed(stats, "round"):
             done = _run(self.graph, self.program, partial(self.program.round, verifier), stats)
+            self.program.meanwhile()
             return done, done.emitted.tolist()
 
     def launch(self, verifier: Verifier) -> InFlightRound:
@@ -185,6 +187,7 @@ class SplitGraph(Schedule):
         self.program.open(longest)
         with timed(stats, "draft and score"):
             scored = _run(self.front, self.program, self.program.to_scores, stats)
+        self.program.meanwhile()
         with timed(stats, "choose"):
             judged = verifier(scored)
             held = replace(judged, verdict=self._held(judged.verdict), scores=None)  # a graph keeps what it is given
@@ -227,10 +230,12 @@ class FedGraph(Schedule):
             this = _landing(done, self.host)
             scored = _run(self.front, self.program, self.program.to_scores, stats)
             self.begun = self.program.key, scored
+            self.program.meanwhile()
             return done, this.wait()
 
     def run(self, verifier: Verifier, longest: int, stats: Stats) -> tuple[Round, Emitted]:
         done = self._launch(verifier, longest, stats)
+        self.program.meanwhile()
         with timed(stats, "commit"):
             return done, done.emitted.tolist()
 
