@@ -18,7 +18,7 @@ from helpers.models import tiny_model
 import fastspec
 from fastspec.generation.drafters import nasd, policy, timed_drafts
 from fastspec.generation.drafters.nasd import NasdDecoding, NasdDrafter, grow, spread, storage_of
-from fastspec.generation.drafters.policy import COSTS, MeasuredCosts
+from fastspec.generation.drafters.policy import COSTS, SMOLLM2_BYTES, MeasuredCosts
 from fastspec.generation.drafters.recurrence import STREAKS
 from fastspec.generation.engine import batching
 from fastspec.generation.engine.schedule import GraphFromScore, WholeGraph
@@ -101,6 +101,7 @@ def test_rows_that_go_on_last_are_drafted_for_whichever_they_are(dear, rows):
     drafter, text, going = drafter_of(rows, [5, 6, 7, 8, 9] * 12), cycle([5, 6, 7, 8, 9]), [0] * (rows - 1) + [1]
     drafter.ends_at_once, drafter.active = True, [*map(bool, going)]
     drafter.rule.begin_call()
+    drafter.rule.left = timed_drafts.SAVED
     rests = 0
     for _ in range(60):
         rests = rests + (rests == 1 and drafter.rests_on()) if rests else drafter.pause()
@@ -261,6 +262,7 @@ def test_counts_of_another_text_and_of_a_storage_that_all_rows_have_are_not_take
 def test_a_storage_that_is_kept_has_counted_all_of_a_call(dear, monkeypatch, captures):
     if captures:
         stand_in(monkeypatch)
+    monkeypatch.setattr(timed_drafts, "LENT", timed_drafts.OWED)  # the smallest models' drafts are dear
     model, ids = fastspec.patch(bigram()), torch.arange(3, 40)[None]
     storage, expected = fastspec.NgramStorage(4), fastspec.NgramStorage(4)
     out = model.generate(
@@ -623,6 +625,33 @@ def test_rounds_that_were_heard_of_together_have_one_time(dear, monkeypatch):
     rule.times.spent[8] = policy.deque([9.0])
     rule.ran(1, True, rounds=2 * timed_drafts.STALE)
     assert 8 not in rule.times.spent
+
+
+def test_a_call_makes_no_drafts_that_it_could_not_pay_for(dear):
+    """Where all of its rows copy, 32 rows pay for a round with drafts once rounds without have brought it back; an open
+    batch goes on, and takes them at once."""
+    for ends_at_once in (False, True):
+        drafter = drafter_of(32, [5, 6, 7, 8, 9] * 4)
+        rule, drafter.ends_at_once = drafter.rule, ends_at_once
+        if ends_at_once:
+            rule.begin_call()
+        for token in [5, 6, 7, 8, 9] * 2:
+            told(drafter, token)
+            drafter.rests_on()
+        assert (rule.pays(drafter.counting) > 1) != ends_at_once
+        rule.left = timed_drafts.SAVED
+        assert rule.pays(drafter.counting) > 1
+
+
+@pytest.mark.parametrize("weight_bytes", [SMOLLM2_BYTES, BYTES])
+def test_one_row_may_try_a_round_with_drafts_whatever_it_costs(dear, weight_bytes):
+    config = fastspec.Nasd()
+    rule = NasdDrafter(config, [storage_of(config)], torch.device("cpu"), weight_bytes).rule
+    rule.begin_call()
+    assert min(rule.prices[size] for size in rule.sizes) < rule.left + rule.lent
+    for _ in range(2):
+        rule.ran(rule.sizes[0], False)
+    assert rule.left < 0
 
 
 @pytest.mark.parametrize("hosted", [False, True])

@@ -29,9 +29,10 @@ RESTS = 2
 UNHEARD, LONGEST = 4, 16
 """Rounds for each further row, and at the most, that a rest is longer by where the host has a part in choosing tokens:
 what else it does there holds up the device."""
-GRANTED, SHARE, SAVED, OWED = (2.0, 1.0), 0.01, 4.0, 16.0
-"""Target passes that drafts may lose at the start, of one row and of several, of which each loses more; those that
-every round without adds, how many there are at most, and how many rounds without have to bring back at most."""
+GRANTED, LENT, SHARE, SAVED, OWED = (1.5, 1.0), 1.0, 0.01, 4.0, 16.0
+"""Target passes that drafts may lose at the start, of one row, for which a round with some is paid at the least, and of
+several, of which each loses more; those that a call's round with some may cost beyond; those that every round without
+adds, how many there are at most, and how many rounds without have to bring back at most."""
 SLACK = 1.0
 """Target passes at the most that a round is taken to cost beyond what is known of its kind: others may hold it up."""
 BEGINS = 1.3, 1.5
@@ -63,8 +64,10 @@ class TimedDrafts:
         self.begins, self.ends_at_once = BEGINS[0], False
         """Tokens over cost that drafts have to promise for rounds without any to end; True where a call ends with its
         last row."""
-        self.left, self.unseen = GRANTED[rows > 1], 0
-        """Target passes that drafts may lose, and rounds with drafts before the time of those without is taken anew."""
+        self.left = GRANTED[1] if rows > 1 else max(GRANTED[0], min(map(prices.__getitem__, self.sizes), default=0.0))
+        self.lent, self.unseen = OWED, 0
+        """Target passes that drafts may lose, those that a round may cost beyond, and rounds with drafts before those
+        without are timed again."""
         self.idle = 0
         """Rounds since the last one with drafts."""
         self.hosted = False
@@ -76,6 +79,7 @@ class TimedDrafts:
     def begin_call(self) -> None:
         """The rows are a call's, which all begin now."""
         self.unseen, self.begins, self.ends_at_once = EARLY, BEGINS[len(self.recurrence.cursors) > 1], True
+        self.lent = LENT
 
     def spent(self, kind: int) -> float | None:
         """Milliseconds of a round of this kind; None where too few have run."""
@@ -148,8 +152,8 @@ class TimedDrafts:
         return max(1, min(LONGEST, UNHEARD * (sum(going) - 1))) if self.hosted else 1
 
     def pays(self, going: Sequence[bool], following: bool = False) -> float:
-        """Tokens over cost that drafts are expected to bring now, or in the round after the next one without any; those
-        of a round without are 1."""
+        """Tokens over cost that drafts which may be lost are expected to bring now, or in the round after the next one
+        without any; those of a round without are 1."""
         rows = [row for row in self.watched if going[row]] or self._watch(going)
         hopes = [hope for row in rows if (hope := self.recurrence.of(row, following))]
         if sum(hopes) <= LEAST_HOPE * len(rows):
@@ -158,8 +162,9 @@ class TimedDrafts:
             hopes, share = [min(hopes) if len(hopes) == len(rows) else 0.0], 1.0
         else:
             share = self.recurrence.counted_share(rows) / len(rows)
-        promised = {size: 1 + share * sum([min(hope, size - 1) for hope in hopes]) for size in self.sizes}
-        return max(tokens / (1 + self.price(size)) for size, tokens in promised.items())
+        prices = {size: price for size in self.sizes if (price := self.price(size)) <= self.left + self.lent}
+        promised = {size: 1 + share * sum([min(hope, size - 1) for hope in hopes]) for size in prices}
+        return max((tokens / (1 + prices[size]) for size, tokens in promised.items()), default=1.0)
 
     def _watch(self, going: Sequence[bool]) -> Sequence[int]:
         """Watch others, of the rows that go on, where none that is watched does -> these rows."""
