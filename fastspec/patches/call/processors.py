@@ -28,6 +28,7 @@ from fastspec.generation.tree import DraftTree
 from fastspec.generation.verify import RowProcessor, TokenLogprob
 from fastspec.kernels.verification.reference import SamplingSettings
 from fastspec.patches.call.grammar import Grammar, GrammarOfCall
+from fastspec.patches.hf.ends import StopStrings
 from fastspec.patches.session import plain_value
 
 UNLIMITED = 2**62
@@ -85,7 +86,7 @@ ROWWISE = (
 
 
 # Criteria that keep nothing between calls and judge each row by its own text, or all of them by the clock.
-CRITERIA = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria, MaxTimeCriteria)
+CRITERIA = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria, StopStrings, MaxTimeCriteria)
 
 
 def of_rows(processor: Any, rows: list[int]) -> Any:

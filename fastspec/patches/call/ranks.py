@@ -26,11 +26,12 @@ from transformers.generation.stopping_criteria import (
 
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.patches.hf.compat import device_of
+from fastspec.patches.hf.ends import StopStrings
 from fastspec.patches.hf.parallel import group_of
 
 Value = TypeVar("Value")
 Made = TypeVar("Made")
-BY_TEXT = (EosTokenCriteria, MaxLengthCriteria, StopStringCriteria)
+BY_TEXT = (EosTokenCriteria, MaxLengthCriteria, StopStringCriteria, StopStrings)
 """Criteria that say the same of the same text in every process."""
 
 

@@ -19,6 +19,7 @@ from fastspec.patches.call import processors
 from fastspec.patches.call import processors as selection
 from fastspec.patches.call.grammar import Grammar, GrammarOfCall
 from fastspec.patches.call.processors import CRITERIA, ROWWISE, TokenPenalties, are_known
+from fastspec.patches.hf.ends import StopStrings
 
 WIDTH = 9
 MADE: dict[type, Any] = {
@@ -51,6 +52,7 @@ MADE: dict[type, Any] = {
     sc.EosTokenCriteria: lambda: sc.EosTokenCriteria(list(range(6, 12))),
     sc.MaxTimeCriteria: lambda: sc.MaxTimeCriteria(math.inf),
     sc.StopStringCriteria: lambda: sc.StopStringCriteria(TARGET, ["a", "b"]),
+    StopStrings: lambda: StopStrings(TARGET, ["a", "b"]),
 }
 
 

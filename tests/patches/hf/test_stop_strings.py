@@ -7,35 +7,30 @@ import weakref
 
 import pytest
 import torch
-import transformers
-from helpers.tokenizers import worded
+from helpers.saying import saying
+from helpers.tokenizers import TARGET, worded
 from helpers.training import small_target
-from packaging.version import Version
 from transformers.generation import stopping_criteria
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 import fastspec
 from fastspec.patches.hf import ends
-from fastspec.patches.hf.ends import stop_criterion
+from fastspec.patches.hf.ends import StopStrings, stop_criterion
 
 
 def test_a_set_of_strings_is_compared_with_the_vocabulary_once(monkeypatch):
     made = []
 
-    class Counted(StopStringCriteria):
-        def __init__(self, *given):
-            made.append(given)
-            super().__init__(*given)
+    def counted(*given):
+        made.append(given)
+        return StopStrings(*given)
 
-    monkeypatch.setattr(ends, "StopStringCriteria", Counted)
+    monkeypatch.setattr(ends, "StopStrings", counted)
     tokenizer, model = worded(), fastspec.patch(small_target(peak=0.15))
     ids = torch.tensor([[5, 6]])
     given = {"assistant": "nasd", "max_new_tokens": 12, "do_sample": False, "eos_token_id": 1000}
     emitted = model.generate(ids, **given)[0, 2:].tolist()
     word = tokenizer.decode(emitted[3])
-    monkeypatch.setattr(
-        "fastspec.patches.call.processors.CRITERIA", (*fastspec.patches.call.processors.CRITERIA, Counted)
-    )
     for _ in range(3):
         out = model.generate(ids, **given, stop_strings=[word], tokenizer=tokenizer)
         assert out[0, 2:].tolist() == emitted[: emitted.index(emitted[3]) + 1]
@@ -66,18 +61,23 @@ def test_it_gives_what_transformers_own_gives():
     assert torch.equal(found, StopStringCriteria(worded(), ["w9"])(ids, None)) and found.tolist() == [False, True]
 
 
+def test_texts_of_drawn_tokens_end_where_transformers_own_ends_them():
+    tokenizer, draw = saying("aab ba abab aaaa <b> a")[1], torch.Generator().manual_seed(0)
+    ids = torch.randint(0, len(tokenizer) + 9, (2000, 24), generator=draw)  # some are of no token
+    for strings in (["aa"], ["ab", "ba a"], ["a" * 30], ["b", "aaab", "<b> a"]):
+        found = StopStrings(tokenizer, strings)(ids, None)
+        assert torch.equal(found, StopStringCriteria(tokenizer, strings)(ids, None))
+        assert found.any() or strings == ["a" * 30]
+
+
+def test_a_table_has_a_row_for_each_kind_of_token():
+    """A server sends it to the process of its rounds, and keeps it."""
+    found, whole = stop_criterion(TARGET, "a" * 200), StopStringCriteria(TARGET, ["a" * 200])
+    assert len(found.embedding_vec) < 9 and len(whole.embedding_vec) > 97
+    stop_criterion(TARGET, "a" * 199)
+    assert not stopping_criteria.STOP_STRING_EMBEDDING_CACHE
+
+
 def test_strings_that_no_tokens_make_up_are_refused():
     with pytest.raises(ValueError, match="unable to identify tokens"):
         stop_criterion(worded(), "\U0001f600")
-
-
-@pytest.mark.skipif(
-    Version(transformers.__version__) >= Version("5.24"), reason="transformers sorts the vocabulary since 5.24"
-)
-def test_transformers_own_cache_still_misses_shuffled_vocabularies():
-    """Where no version that is accepted does, `stop_criterion` may go."""
-    stopping_criteria.STOP_STRING_EMBEDDING_CACHE.clear()
-    tokenizer = worded()
-    for _ in range(6):
-        StopStringCriteria(tokenizer, "w5")
-    assert len(stopping_criteria.STOP_STRING_EMBEDDING_CACHE) > 1
