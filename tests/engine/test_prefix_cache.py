@@ -11,7 +11,8 @@ import torch
 from helpers.captured import stand_in
 from helpers.families import recurrent, windowed
 from helpers.generate import NEVER, TREE, shallow_model
-from helpers.models import tiny_head
+from helpers.kernels import add_in_order
+from helpers.models import tiny_head, tiny_model
 from helpers.open import GREEDY, SECONDS, Gate, alone, made, texts, told
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from fastspec.generation import layer_state, sequence_state, target
 from fastspec.generation.engine import batching
 from fastspec.generation.engine.engine import Engine
 from fastspec.patches.hf.model import HFModel
+from fastspec.programs.serving.batch import TokenStreamer
 
 FAMILIES: dict[str, Any] = {
     "llama": shallow_model,
@@ -186,6 +188,26 @@ def test_drawn_answers_are_those_of_a_cold_start(assistant):
             assert told([cold.submit(text, **drawn)]) == [answer]
             text = torch.tensor([*answer, 5, 6, 7])
         assert batch.stats.reused > 3 * 9 and cold.stats.reused == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a CUDA device")
+def test_an_exact_model_goes_on_by_the_bits_of_a_cold_start(monkeypatch):
+    """In Triton's interpreter, whose products are made to add up in order: tokens and their log-probabilities."""
+    add_in_order(monkeypatch)
+    model, found = tiny_model("llama", num_hidden_layers=1).half(), dict[bool, list[Any]]()
+    with fastspec.patched(model, backend="triton", exact=True, eagle3=tiny_head(model).half()):
+        for kept in (True, False):
+            with fastspec.continuous(model, TREE, rows=1, max_length=64, prefix_caching=kept) as batch:
+                text, cached, found[kept] = texts(9)[0], [], []
+                for turn in range(3):
+                    streamer = TokenStreamer(found[kept].append, 3, False)
+                    sent = batch.submit(text, streamer=streamer, max_new_tokens=3, **GREEDY, **whole(text))
+                    text = torch.cat((sent.result(SECONDS)[0], texts(3, seed=turn + 1)[0]))
+                    cached.append(sent.cached_tokens)
+                assert cached == ([0, 11, 17] if kept else [0, 0, 0])
+    scored = [[each for round in rounds for each in round.logprobs] for rounds in found.values()]
+    assert scored[0] == scored[1]
 
 
 def test_a_prompt_begins_like_a_row_that_runs(read):
