@@ -90,6 +90,13 @@ def serving(batch: Any, tokenizer: Any, **options: Any) -> Iterator[Served]:
     assert not running.thread.is_alive()
 
 
+def raw(server: Served, path: str, body: dict[str, Any]) -> str:
+    """The text of a streamed answer."""
+    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+        return answer.read().decode()
+
+
 def post(server: Served, path: str, body: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
     """Status and JSON of an answer."""
     request = urllib.request.Request(server.url + path, body, {"Content-Type": "application/json", **headers})

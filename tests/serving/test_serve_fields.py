@@ -3,17 +3,19 @@ samplers, stop strings, and how many drafts were accepted."""
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from helpers.models import tiny_head
-from helpers.serve import MARKS, NAME, SECONDS, TREE, Served, alone, served, talk, words
+from helpers.serve import MARKS, NAME, SECONDS, TREE, Served, alone, post, raw, served, talk, words
 from helpers.serve_process import opened
 from helpers.training import small_target, small_tokenizer
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -222,6 +224,24 @@ def test_an_answer_tells_its_times_and_counts(server: Served) -> None:
     assert last.timings["predicted_n"] == last.usage.completion_tokens and not hasattr(before, "timings")
     none = client.completions.create(model=NAME, prompt=text, max_tokens=0, echo=True).timings
     assert none["predicted_n"] == none["predicted_ms"] == 0
+
+
+def test_every_route_tells_times_and_counts(server: Served) -> None:
+    given: Any = {"model": NAME, "temperature": 0}
+    text = words(random.Random(5), 40)
+    chat = server.client().chat.completions.create(**given, messages=talk(text), max_tokens=9).timings
+    create = partial(server.client().responses.create, **given, input=text, max_output_tokens=9)
+    *_, ended = create(stream=True)
+    asked = {**given, "messages": talk(text), "max_tokens": 9}
+    message = post(server, "/v1/messages", json.dumps(asked).encode())[1]
+    streamed = raw(server, "/v1/messages", {**asked, "stream": True})
+    (delta,) = (
+        json.loads(line[6:]) for line in streamed.split("\n") if line.startswith('data: {"type": "message_delta"')
+    )
+    for found in (create().timings, ended.response.timings, message["timings"], delta["timings"]):
+        assert found.keys() == chat.keys() and found["predicted_n"] == chat["predicted_n"] > 3
+        assert found["cache_n"] + found["prompt_n"] == chat["cache_n"] + chat["prompt_n"]
+        assert found["draft_n"] > 0 <= found["draft_n_accepted"] and found["predicted_ms"] > 0
 
 
 def test_samplers_are_fields(plain: Any, server: Served) -> None:

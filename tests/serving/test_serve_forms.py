@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from helpers.saying import ANSWERS, saying
-from helpers.serve import MARKS, NAME, SECONDS, Served, post, served, talk
+from helpers.serve import MARKS, NAME, Served, post, raw, served, talk
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
@@ -206,13 +205,6 @@ def test_all_that_is_written_has_openais_types(said: tuple[str, Served]) -> None
     Completion.model_validate_json(raw(server, COMPLETIONS, {"prompt": "<bot>", "temperature": 0}))
     for line in raw(server, CHAT, {**nested, "stream": True}).strip().split("\n\n")[:-1]:
         ChatCompletionChunk.model_validate_json(line.removeprefix("data: "))
-
-
-def raw(server: Served, path: str, body: dict[str, Any]) -> str:
-    """The text of a streamed answer."""
-    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=SECONDS) as answer:
-        return answer.read().decode()
 
 
 @pytest.mark.parametrize("said", ["blanks"], indirect=True)

@@ -74,13 +74,13 @@ def streamed(server: Served, **fields: Any) -> Any:
         name = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}[delta["type"]]
         block["partial" if name == "partial_json" else name] += delta[name]
     assert not inside
-    return {**message, **last["delta"], "usage": {**message["usage"], **last["usage"]}}
+    return {**message, **last["delta"], "usage": {**message["usage"], **last["usage"]}, "timings": last["timings"]}
 
 
 def plain(message: Any) -> Any:
     """A message without what is another with each request."""
     content = [{name: value for name, value in block.items() if name != "id"} for block in message["content"]]
-    return {**message, "id": None, "content": content}
+    return {**message, "id": None, "timings": None, "content": content}
 
 
 @pytest.mark.some("all", "blanks")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -46,6 +46,17 @@ class Form(ABC):
         """Lines that a stream has of an error, which ends it."""
         return [error_body(message, status)]
 
+    def timings(self, ends: Mapping[int, End]) -> JsonObject:
+        """Times and counts of all answers together, as llama.cpp's server has them, by their ends."""
+        cached = sum(end.cached for index, end in ends.items() if index % self.asked.n == 0)
+        first, last = min(end.first for end in ends.values()), max(end.seconds for end in ends.values())
+        new, drafted, accepted = map(sum, zip(*((e.tokens, e.drafted, e.accepted) for e in ends.values()), strict=True))
+        return {
+            **{"cache_n": cached, "prompt_n": self.prompt_tokens - cached, "prompt_ms": round(1e3 * first, 3)},
+            **{"predicted_n": new, "predicted_ms": round(1e3 * (last - first), 3)},
+            **{"draft_n": drafted, "draft_n_accepted": accepted},
+        }
+
 
 @dataclass
 class Choices(Form):
@@ -75,22 +86,14 @@ class Choices(Form):
         return {**made, "choices": choices, **(self.counts() if usage else {})}
 
     def counts(self) -> JsonObject:
-        """Tokens as OpenAI counts them, and times and counts as llama.cpp's server has them, of all answers."""
-        ends, before = self.ends.values(), self.prompt_tokens
-        new, accepted = sum(end.tokens for end in ends), sum(end.accepted for end in ends)
-        drafted = sum(end.drafted for end in ends)
-        cached = sum(end.cached for index, end in self.ends.items() if index % self.asked.n == 0)
-        first, last = min(end.first for end in ends), max(end.seconds for end in ends)
-        drafts = {"accepted": accepted, "rejected": drafted - accepted}
+        """Tokens as OpenAI counts them, and `timings`."""
+        timings, before = self.timings(self.ends), self.prompt_tokens
+        new, accepted = timings["predicted_n"], timings["draft_n_accepted"]
+        drafts = {"accepted": accepted, "rejected": timings["draft_n"] - accepted}
         usage = {
             **{"prompt_tokens": before, "completion_tokens": new, "total_tokens": before + new},
-            "prompt_tokens_details": {"cached_tokens": cached},
+            "prompt_tokens_details": {"cached_tokens": timings["cache_n"]},
             "completion_tokens_details": {f"{how}_prediction_tokens": count for how, count in drafts.items()},
-        }
-        timings = {
-            **{"cache_n": cached, "prompt_n": before - cached, "prompt_ms": round(1e3 * first, 3)},
-            **{"predicted_n": new, "predicted_ms": round(1e3 * (last - first), 3)},
-            **{"draft_n": drafted, "draft_n_accepted": accepted},
         }
         return {"usage": usage, "timings": timings}
 
@@ -334,6 +337,7 @@ class ResponseForm(Form):
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": self.prompt_tokens + end.tokens,
             }
+            more["timings"] = self.timings({0: end})
         if status == "incomplete":
             more["incomplete_details"] = {"reason": "max_output_tokens"}
         return {

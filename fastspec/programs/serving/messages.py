@@ -191,7 +191,7 @@ class MessageForm(Form):
         for event in merged(answers[0]):
             messages = self.add(event)
         *_, ended, _ = messages
-        return self.message(**ended["delta"], usage=ended["usage"])
+        return self.message(**ended["delta"], usage=ended["usage"], timings=ended["timings"])
 
     def begin(self) -> list[JsonObject]:
         return [{"type": "message_start", "message": self.message()}, {"type": "ping"}]
@@ -206,7 +206,8 @@ class MessageForm(Form):
             delta = {"stop_reason": reason, "stop_sequence": event.stop if reason == "stop_sequence" else None}
             read = self.prompt_tokens - event.cached
             usage = {"input_tokens": read, "cache_read_input_tokens": event.cached, "output_tokens": event.tokens}
-            return [*messages, {"type": "message_delta", "delta": delta, "usage": usage}, {"type": "message_stop"}]
+            last = {"type": "message_delta", "delta": delta, "usage": usage, "timings": self.timings({0: event})}
+            return [*messages, last, {"type": "message_stop"}]
         if isinstance(event, ToolCall):
             name = f"toolu_{self.asked.request_id}_{len(self.content)}"
             messages += self._open(type="tool_use", id=name, name=event.name, input={})
