@@ -121,6 +121,15 @@ def test_a_tool_gets_no_arguments_but_its_own(server: Served) -> None:
         assert json.loads(choice.message.tool_calls[0].function.arguments) == {"b": 1}
 
 
+@pytest.mark.parametrize("more", [{}, {"parameters": None}, {"parameters": {"type": "object"}}], ids=str)
+def test_a_tool_without_arguments_gets_none(server: Served, more: dict[str, Any]) -> None:
+    tools = [{"type": "function", "function": {"name": "now", **more}}]
+    given = asked(tools=tools, tool_choice="required", parallel_tool_calls=False)
+    for seed in range(4):
+        choice = server.client().chat.completions.create(**given | {"temperature": 1.5, "seed": seed}).choices[0]
+        assert json.loads(choice.message.tool_calls[0].function.arguments) == {}
+
+
 def test_any_object_is_one(server: Served) -> None:
     """Within a limit of tokens, whose text is cut: a prefix of an object."""
     for form in ({"response_format": {"type": "json_object"}}, {"structured_outputs": {"json_object": True}}):

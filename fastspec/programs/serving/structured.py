@@ -125,7 +125,8 @@ def _parameters(function: Body) -> Body:
         raise Unsupported(
             f"the parameters of the tool {function['name']!r} are of type {given['type']!r}: arguments are an object"
         )
-    return closed({**ANY_OBJECT, **given})
+    none = {} if JOINING & given.keys() else {"properties": {}}  # one that names no arguments has none
+    return closed({**ANY_OBJECT, **none, **given})
 
 
 def closed(schema: Any) -> Any:
