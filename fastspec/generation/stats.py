@@ -138,7 +138,7 @@ class Stats:
     joined: int = 0
     """Prompts that took the place of one that had ended."""
     reused: int = 0
-    """Tokens of prompts that were not read, since a row had read them for another (`fastspec.continuous`)."""
+    """Tokens of prompts that were not read, since a row had read them for another."""
     rounds: int = 0
     row_rounds: int = 0
     """Rounds summed over the rows that were still running."""

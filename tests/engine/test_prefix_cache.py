@@ -210,6 +210,35 @@ def test_an_exact_model_goes_on_by_the_bits_of_a_cold_start(monkeypatch):
     assert scored[0] == scored[1]
 
 
+@pytest.mark.some("mistral", "gemma2", "gpt_oss", "llama4_text", "qwen3_5")
+@pytest.mark.each_value
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("assistant", ["autoregressive", TREE, "nasd"], ids=str)
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_prompts_of_one_call_go_on_from_what_rows_have_read(monkeypatch, read, kind, assistant, captured):
+    """Those of the first rows read what all begin with, the others what is their own; one goes on with an answer."""
+    if captured:
+        stand_in(monkeypatch)
+        monkeypatch.setattr("fastspec.generation.engine.prefix_cache.LEAST_CAPTURED", 2)
+        monkeypatch.setattr(batching, "ASYNCHRONOUS_AFTER", 0)
+    plain, model = FAMILIES[kind](**LENGTH), FAMILIES[kind](**LENGTH)
+    fastspec.patch(model, eagle3=tiny_head(model))
+    [common] = texts(20)
+    asked = [torch.cat((common, own)) for own in texts(3, 7, 4, 6, 5)]
+    asked.append(torch.tensor(alone(plain, asked[0], 8, **whole(asked[0]))))
+    ids = torch.nn.utils.rnn.pad_sequence(asked, batch_first=True, padding_side="left")
+    mask = torch.nn.utils.rnn.pad_sequence(list(map(torch.ones_like, asked)), batch_first=True, padding_side="left")
+    read.clear()
+    batch = fastspec.ContinuousBatch(assistant, rows=2)
+    told = model.generate(ids, attention_mask=mask, assistant=batch, max_new_tokens=8, pad_token_id=0, **GREEDY)
+    for row, text in enumerate(asked):
+        want = alone(plain, text, 8, **whole(text))[len(text) :]
+        assert told[row, ids.shape[1] :].tolist()[: len(want)] == want
+    reused = fastspec.report(model).last.reused
+    assert reused == sum(map(len, asked)) - sum(read)
+    assert reused >= 4 * 19 or kind == "qwen3_5"
+
+
 def test_a_prompt_begins_like_a_row_that_runs(read):
     """As several answers to one prompt do, and prompts with the same instructions."""
     plain, model = made()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastspec.errors import NoDistribution
-from fastspec.generation.engine.call import Outcome, Prefix, Request
+from fastspec.generation.engine.call import Outcome, Request
 from fastspec.generation.stats import Stats
 from fastspec.generation.tree import DraftTree
 from fastspec.generation.verify import Steps, measure, until_end
@@ -85,28 +85,12 @@ class Batch:
         """True where the prompt that is on its way into a row is still wanted there."""
         return True
 
-    def prefix(self) -> Prefix | None:
-        """The first tokens of the next prompt that a row has read."""
-        return None
-
-    def row_for(self, prefix: Prefix) -> int:
-        """The free row that a prompt takes which begins with a prefix."""
-        return self.free()[0]
-
-    def unlike(self, places: Sequence[int]) -> int:
-        """Number of waiting prompts at these places of the queue, the first at the least, that begin like no row and
-        like none of each other."""
-        return len(places)
-
     def bring(self, places: Sequence[int]) -> None:
         """Let the waiting prompts at these places come first, in this order."""
         self.waiting = brought(self.waiting, places)
 
-    def give_away(self, row: int) -> None:
-        """A free row is about to be written."""
-
-    def seat(self, row: int, prompt: int, count: int, prefix: Prefix | None = None) -> None:
-        """A row goes on with a prompt of so many tokens, the first of which are those of a prefix."""
+    def seat(self, row: int, prompt: int, count: int) -> None:
+        """A row goes on with a prompt of so many tokens."""
         self.places[row], self.lengths[row], self.active[prompt] = prompt, count, True
 
     def escalate(self, error: BaseException) -> None:

@@ -15,10 +15,10 @@ from torch import Tensor
 from fastspec.errors import FastSpecError
 from fastspec.generation.constraint import Constraint
 from fastspec.generation.drafters.base import Process
-from fastspec.generation.engine.batching import Batch, Wants, brought
+from fastspec.generation.engine.batching import Wants, brought
 from fastspec.generation.engine.call import Prefix, Request
 from fastspec.generation.engine.engine import Engine, TargetT
-from fastspec.generation.engine.prefix_cache import PrefixCache, begins, common_length
+from fastspec.generation.engine.prefix_cache import PrefixBatch, PrefixCache
 from fastspec.generation.engine.rounds import Rounds
 from fastspec.generation.stats import Stats
 from fastspec.generation.tree import DraftTree
@@ -99,7 +99,7 @@ class Prompt(Protocol):
         """True where nobody waits for the answer any more."""
 
 
-class OpenBatch(Batch):
+class OpenBatch(PrefixBatch):
     """A batch of so many rows that prompts join as they arrive: each is known by the row that it is in.
 
     What one of them raises, in a callback or while it is read, ends that one alone. Rows without a prompt hold a text
@@ -111,11 +111,11 @@ class OpenBatch(Batch):
         super().__init__(
             Request(blank, torch.ones_like(blank)[:, 0], [], 0, frozenset(), None, stop=self._stop, emit=self._emit),
             stats,
+            prefixes,
         )
         self.alone = True
         self.shared = False
         """True where several processes run the same rounds."""
-        self.prefixes: PrefixCache[Any] = prefixes or PrefixCache()
         self.prompts: list[Prompt | None] = []
         """Prompts that the rows hold, or are about to."""
         self.resize(rows)
@@ -155,41 +155,25 @@ class OpenBatch(Batch):
     def ahead(self, count: int) -> list[int]:
         return [prompt.ids.shape[1] for prompt in islice(self.queue, count)]
 
-    def prefix(self) -> Prefix | None:
-        return self.prefixes.find(self.queue[0].text) if self.prefixes.least is not None else None
+    def text_of(self, prompt: int) -> Tensor:
+        held = self.prompts[prompt]
+        assert held is not None
+        return held.text
+
+    def text_ahead(self, place: int) -> Tensor:
+        return self.queue[place].text
 
     def row_for(self, prefix: Prefix) -> int:
         return self.prefixes.row_for(prefix, self._free())
 
-    def unlike(self, places: Sequence[int]) -> int:
-        least = self.prefixes.least
-        if least is None:
-            return len(places)
-        seen: dict[bytes, list[Tensor]] = {}
-        for count, text in enumerate(self.queue[place].text for place in places):
-            alike = seen.setdefault(begins(text, least), [])
-            if any(common_length(text, other) > least for other in alike):
-                return count
-            if count and self.prefixes.find(text) is not None:
-                return count
-            alike.append(text)
-        return len(places)
-
     def bring(self, places: Sequence[int]) -> None:
         self.queue = deque(brought(self.queue, places))
 
-    def give_away(self, row: int) -> None:
-        self.prefixes.give_away(row)
-
     def seat(self, row: int, prompt: int, count: int, prefix: Prefix | None = None) -> None:
-        super().seat(row, prompt, count)
+        super().seat(row, prompt, count, prefix)
         held = self.prompts[row]
-        assert held is not None
-        if prefix is not None:
-            self.stats.reused += prefix.count
+        if prefix is not None and held is not None:
             held.reuse(prefix.count)
-        if self.prefixes.least is not None:
-            self.prefixes.put(row, held.text, self.out.tokens[row], count if prefix is None else prefix.reached)
 
     def next(self, row: int) -> tuple[int, Tensor]:
         self.prefixes.expect(row)

@@ -1,5 +1,4 @@
-"""Prefix caching: rows of an open batch keep their texts, and a prompt that begins like one of them is read from there
-on.
+"""Prefix caching: rows of a batch keep their texts, and a prompt that begins like one of them is read from there on.
 
 Nothing is stored but what the rows' own buffers hold. The row that is given to a prompt is one without a text, or with
 the one that was used longest ago, and that text takes the place of an older one in an engine of more rows.
@@ -9,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Generic
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
 
 from fastspec.errors import FastSpecError
-from fastspec.generation.engine.call import Prefix
+from fastspec.generation.engine.batching import Batch
+from fastspec.generation.engine.call import Prefix, Request
 from fastspec.generation.engine.engine import Engine, TargetT
+from fastspec.generation.stats import Stats
 
 LEAST, LEAST_CAPTURED = 16, 128
 """Tokens that are worth not being read again; where passes are captured, one over fewer takes the same time."""
@@ -227,3 +228,70 @@ class PrefixCache(Generic[TargetT]):
 
 def _age(text: HeldText | None) -> int:
     return NEVER if text is None else text.used
+
+
+class PrefixBatch(Batch):
+    """A batch whose prompts go on from what rows have read, where its `prefixes` keep that."""
+
+    def __init__(self, request: Request, stats: Stats, prefixes: PrefixCache[Any] | None = None) -> None:
+        super().__init__(request, stats)
+        self.prefixes: PrefixCache[Any] = prefixes or PrefixCache()
+
+    def keep(self, engine: Engine[Any]) -> None:
+        """Keep what the rows of an engine have read, the prompts that they hold first."""
+        self.texts = self.request.prompts.cpu()
+        self.prefixes.begin(engine, len(self.places))
+        self.prefixes.least = LEAST_CAPTURED if engine.target.captures else LEAST
+        for row, prompt in enumerate(self.places):
+            self.prefixes.expect(row)
+            self._put(row, prompt, self.counts[prompt])
+
+    def text_of(self, prompt: int) -> Tensor:
+        """The tokens [T] of a prompt, on the host."""
+        return self.texts[prompt, : self.counts[prompt]]
+
+    def text_ahead(self, place: int) -> Tensor:
+        """The same of the prompt at a place of the queue."""
+        return self.text_of(self.waiting[place])
+
+    def next(self, row: int) -> tuple[int, Tensor]:
+        self.prefixes.expect(row)
+        return super().next(row)
+
+    def prefix(self) -> Prefix | None:
+        """The first tokens of the next prompt that a row has read."""
+        return self.prefixes.find(self.text_ahead(0)) if self.prefixes.least is not None else None
+
+    def row_for(self, prefix: Prefix) -> int:
+        """The free row that a prompt takes which begins with a prefix."""
+        return self.prefixes.row_for(prefix, self.free())
+
+    def unlike(self, places: Sequence[int]) -> int:
+        """Number of waiting prompts at these places of the queue, the first at the least, that begin like no row and
+        like none of each other."""
+        least = self.prefixes.least
+        if least is None:
+            return len(places)
+        seen: dict[bytes, list[Tensor]] = {}
+        for count, text in enumerate(map(self.text_ahead, places)):
+            alike = seen.setdefault(begins(text, least), [])
+            if any(common_length(text, other) > least for other in alike):
+                return count
+            if count and self.prefixes.find(text) is not None:
+                return count
+            alike.append(text)
+        return len(places)
+
+    def give_away(self, row: int) -> None:
+        """A free row is about to be written."""
+        self.prefixes.give_away(row)
+
+    def seat(self, row: int, prompt: int, count: int, prefix: Prefix | None = None) -> None:
+        super().seat(row, prompt, count)
+        if prefix is not None:
+            self.stats.reused += prefix.count
+        if self.prefixes.least is not None:
+            self._put(row, prompt, count if prefix is None else prefix.reached)
+
+    def _put(self, row: int, prompt: int, reached: int) -> None:
+        self.prefixes.put(row, self.text_of(prompt), self.out.tokens[prompt], reached)

@@ -16,6 +16,7 @@ from fastspec.generation.drafters.given_text import Transcript
 from fastspec.generation.engine.batching import Batch
 from fastspec.generation.engine.call import Entry, Outcome, Prefix, Request
 from fastspec.generation.engine.engine import Engine, TargetT
+from fastspec.generation.engine.prefix_cache import PrefixBatch
 from fastspec.generation.engine.verifier import Verifier, verifier_of
 from fastspec.generation.stats import Stats, timed
 from fastspec.generation.target import Target
@@ -113,7 +114,7 @@ class Rounds(Generic[TargetT]):
     def __init__(
         self,
         engine: Engine[TargetT],
-        batch: Batch,
+        batch: PrefixBatch,
         verifier: Verifier,
         entry: Entry | None,
         chunk: int | None = None,
@@ -380,7 +381,7 @@ def decode(engine: Engine[TargetT], request: Request, name: str) -> Outcome:
     target, drafter = engine.target, engine.drafter
     stats = Stats(assistant=name, rows=len(engine.state.root))
     began, first_runs, captures = time.perf_counter(), SPENT.first_runs, SPENT.captures
-    batch = Batch(request, stats)
+    batch = PrefixBatch(request, stats)
     verifier = verifier_of(engine.choice, request, batch, engine.masks)
     if engine.choice.draws is not None and request.steps is None:
         engine.choice.draws.begin(len(request.prompts))
@@ -406,6 +407,8 @@ def decode(engine: Engine[TargetT], request: Request, name: str) -> Outcome:
     if request.answers is not None:
         with timed(stats, "verify"):
             _verify_answers(engine, verifier, batch, Transcript(*text, features))
+    if batch.waiting and (drafter is None or drafter.resumes or not features.shape[-1]):
+        batch.keep(engine)
     del features
     rounds = Rounds(engine, batch, verifier, request.entry)
     while any(batch.active):

@@ -125,7 +125,7 @@ def _parameters(function: Body) -> Body:
         raise Unsupported(
             f"the parameters of the tool {function['name']!r} are of type {given['type']!r}: arguments are an object"
         )
-    none = {} if JOINING & given.keys() else {"properties": {}}  # one that names no arguments has none
+    none: Body = {} if JOINING & given.keys() else {"properties": {}}  # one that names no arguments has none
     return closed({**ANY_OBJECT, **none, **given})
 
 
