@@ -44,7 +44,7 @@ def test_a_hundred_prompts_leave_nothing_behind(assistant, device, captured, mon
     """Of several lengths, some cancelled, in rounds that narrow and widen."""
     if captured and device == "cpu":
         stand_in(monkeypatch)
-    _, model = made()
+    _, model = made("bigram")
     model.to(device)
     ids = texts(9, 3, 14, 5, 7, 2, 11, 6)
 

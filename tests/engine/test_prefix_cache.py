@@ -31,7 +31,7 @@ FAMILIES: dict[str, Any] = {
     "mixtral": lambda **over: windowed("mixtral", **over),
     "qwen3_5": lambda **over: recurrent(**over),
 }
-TURNS, ASKED, ANSWERED = 10, 5, 6
+TURNS, ASKED, ANSWERED = 6, 5, 6
 LENGTH = {"max_position_embeddings": 512}
 
 
