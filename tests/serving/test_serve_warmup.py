@@ -82,6 +82,7 @@ def test_a_server_warms_up_before_its_port_opens(seen: dict[str, Any]) -> None:
     assert done.exit_code == 0 and "8 of 8 calls" in done.output  # prompts of 40, 32
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0 and "warmed up" not in done.output and seen["widths"] == {3}
+    gc.freeze()  # as it was
 
 
 def test_a_batch_that_was_warmed_up_answers_and_counts_as_another() -> None:
