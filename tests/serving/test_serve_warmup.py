@@ -135,7 +135,7 @@ def buffers_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.some("bigram")
+@pytest.mark.some("Eagle3(depth=3, top_k=2, total_tokens=6, fused=None)-random")  # drafts are right in the next test
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
 @pytest.mark.parametrize(
     ("assistant", "kind"), [("autoregressive", "random"), (TREE, "random"), (TREE, "bigram")], ids=str
