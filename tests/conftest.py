@@ -14,6 +14,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 CACHE = os.environ["FASTSPEC_CACHE"] = tempfile.mkdtemp(
     prefix="fastspec-tests-"
 )  # what was tuned on this machine is none of the tests'
+os.environ.setdefault("FASTSPEC_TESTS_LIBRARIES", CACHE)  # where one worker has compiled for all; it goes last
 os.environ.setdefault(
     "FASTSPEC_CPU", "torch"
 )  # one choice on every machine, and none waits for a compiler; its own tests unset it
@@ -25,10 +26,12 @@ import numpy as np
 import pytest
 import torch
 from helpers.examples import register
+from helpers.libraries import share_libraries
 from helpers.pairwise import left_out
 
 gc.disable()  # until all is collected: what modules make stays
 register()
+share_libraries(CACHE)
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the first kernel is defined: the kernels' tests run on the CPU

@@ -10,7 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 
 import fastspec
 from fastspec.patches.assistants import heads, probe
+from fastspec.patches.cascade.stages import measure_rates
 from fastspec.patches.session import session_of
 from fastspec.programs.cli.app import app
 
@@ -56,6 +57,8 @@ def stands_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]
             f"fastspec.{module}.load_model", lambda name, *options, **more: (stand_in(name), small_tokenizer())
         )
     monkeypatch.setattr("fastspec.patches.cascade.stages.load_tokenizer", lambda name: small_tokenizer())
+    few = partial(measure_rates, new=2)  # what they come to is no matter here
+    monkeypatch.setattr("fastspec.patches.cascade.loop.measure_rates", few)
     for module in (heads, probe):
         monkeypatch.setattr(
             module, "find_head", lambda source, **options: held["eagle" if str(source).endswith("-eagle") else "eagle3"]

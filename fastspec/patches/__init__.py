@@ -5,7 +5,7 @@
 - `call/`: one `generate` call, from its arguments to its output
 - `assistants/`: from a name or a config to a decoding
 - `cascade/`: the loop over a cascade's stages
-- `continuous_batch`, `open_ranks`: open batches, and those of several processes
+- `continuous_batch`, `open_turns`, `open_ranks`: open batches, their thread, and those of several processes
 - `backends`, `checks/`, `tuning/`, `warmup`: which kernels run, whether they are right on this device, and what is done
   once for it
 """

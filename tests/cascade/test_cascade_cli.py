@@ -43,8 +43,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def few_rated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rates are measured behind two items in place of eight: what is measured behind each is the same."""
+    """Rates are measured of four tokens behind two items, in place of eight items and the longest answers: what is
+    measured of each is the same."""
     monkeypatch.setattr("fastspec.programs.cli.cascade.RATED", 2)
+    monkeypatch.setattr("fastspec.programs.cli.cascade.LONG", 4)
 
 
 def run(folder: Path, *arguments: str) -> str:

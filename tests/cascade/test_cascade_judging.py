@@ -236,7 +236,8 @@ def test_a_judge_that_has_not_written_yet_is_told_what_to_write(answers: Path, t
         read_right(tmp_path / "right.jsonl", records.read(answers), answers)
 
 
-def test_train_and_evaluate_say_by_set_how_answers_were_judged(tmp_path: Path) -> None:
+def test_train_and_evaluate_say_by_set_how_answers_were_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastspec.programs.cli.cascade.RATED", 2)
     for name in ("small", "large"):
         small_target(peak=0.3).save_pretrained(tmp_path / name)
         small_tokenizer().save_pretrained(tmp_path / name)

@@ -444,7 +444,7 @@ def test_the_device_counts_the_rounds_that_the_host_counts(forced, counted, monk
 
 
 def test_it_does_where_prompts_come_and_go(forced, counted, monkeypatch):
-    stand_in(monkeypatch, Looked)
+    stand_in(monkeypatch)
     monkeypatch.setattr(RootsOnly, "backlog", 21)
     forced((0, 0, 0, 0, 4), 7)
     model = bigram()

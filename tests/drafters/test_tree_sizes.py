@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 
 import pytest
+from helpers.examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -140,7 +141,7 @@ DEAR = st.floats(0.01, 4.0)
     st.booleans(),
     st.sampled_from((0.0, 0.4, 1.1)),
 )
-@settings(deadline=None, max_examples=60)
+@examples(100)
 def test_whatever_rounds_cost_nothing_accepted_costs_three_percent(
     prices, wrong: float, change: tuple[float, float], captures: bool, before: float
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from helpers.devices import ON_CUDA
 from helpers.generate import TREE, seer
 from helpers.grammars import END, SCHEMA, SIZE, TOKENIZER, terse
 from helpers.open import alone, texts, told
+from torch import Tensor
 
 import fastspec
 from fastspec.generation.constraint import Masks
@@ -35,6 +37,20 @@ def asked(number: int) -> dict[str, Any]:
     return {"max_new_tokens": 24, "eos_token_id": END, **held, **how}
 
 
+def prompts_on(device: str) -> list[Tensor]:
+    return [ids.to(device) for ids in texts(*range(3, 19))]
+
+
+@cache
+def one_by_one(device: str) -> list[list[int]]:
+    """The answers to these prompts in a row of their own, without drafts."""
+    with (
+        fastspec.patched(terse().to(device)) as model,
+        fastspec.continuous(model, "autoregressive", rows=1, max_length=64) as batch,
+    ):
+        return told([batch.submit(ids, seed=at, **asked(at)) for at, ids in enumerate(prompts_on(device))])
+
+
 @pytest.mark.some("nasd", "cpu")  # captured rounds of the others in the next test
 @pytest.mark.parametrize(
     ("assistant", "device"),
@@ -56,14 +72,13 @@ def test_rows_with_and_without_grammars_answer_as_by_themselves(
         stand_in(monkeypatch)
         device = "cpu"
     plain, model = terse().to(device), terse().to(device)
-    prompts = [ids.to(device) for ids in texts(*range(3, 19))]
-    with fastspec.patched(model, eagle3=seer(model).to(device)):
-        with fastspec.continuous(model, assistant, rows=3, max_length=64) as batch:
-            futures = [batch.submit(ids, seed=number, **asked(number)) for number, ids in enumerate(prompts)]
-            found = told(futures)
-        with fastspec.continuous(model, "autoregressive", rows=1, max_length=64) as batch:
-            one = told([batch.submit(ids, seed=number, **asked(number)) for number, ids in enumerate(prompts)])
-    assert found == one
+    prompts = prompts_on(device)
+    with (
+        fastspec.patched(model, eagle3=seer(model).to(device)),
+        fastspec.continuous(model, assistant, rows=3, max_length=64) as batch,
+    ):
+        found = told([batch.submit(ids, seed=number, **asked(number)) for number, ids in enumerate(prompts)])
+    assert found == one_by_one(device)
     for number, ids in enumerate(prompts):
         options = asked(number)
         if not options["do_sample"]:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from helpers.captured import stand_in
-from helpers.generate import TREE
 from helpers.open import GREEDY, made, texts, told
 
 import fastspec
 
 CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+TREE = fastspec.Eagle3(depth=1, top_k=2, total_tokens=4)
 SMALL_CHANGE = 2**12
 """Bytes of tensors: what the prompts that rows held last have. The ids alone of two hundred take three times as
 many."""

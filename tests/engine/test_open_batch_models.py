@@ -308,7 +308,7 @@ def test_rows_join_and_move_while_drafts_do_not_pay(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ChainDrafter, "_read_up", lambda self: late.append(self.unread.shape[1]) or read(self))
     model, assistant = made(name, shallow_model(seed=3))
     rng = random.Random(0)
-    prompts = texts(*[rng.randint(1, 12) for _ in range(24)], seed=1)
+    prompts = texts(*[rng.randint(1, 12) for _ in range(16)], seed=1)
     counts = [rng.choice([3, 17, 40, 80]) for _ in prompts]
     want = [alone(plain(), each, count) for each, count in zip(prompts, counts, strict=True)]
     with fastspec.continuous(model, assistant, rows=4, max_length=100) as batch:

@@ -45,11 +45,11 @@ def test_no_size_is_captured_after_a_warm_up(device: str, rounds: int, monkeypat
     without."""
     ran, taken = what_no_graph_served(monkeypatch), force_sizes(monkeypatch, rounds=rounds)
     plain, model = (each.to(device) for each in made("bigram"))
-    with fastspec.continuous(model, AUTO, rows=3, max_length=200) as batch:
+    with fastspec.continuous(model, AUTO, rows=2, max_length=200) as batch:
         batch.warmup(length=100)
         assert not taken and batch.stats.joined == 0, "what a warm-up accepts says nothing of a text"
         sizes = {rows: 0 if each is None else len(each.shapes) + 1 for rows, each in chosen(batch).items()}
-        assert min(sizes.values()) > 3 and set(sizes) == {1, 2, 3}
+        assert min(sizes.values()) > 3 and set(sizes) == {1, 2}
         for each in chosen(batch).values():
             assert each is not None and len(each.made) == len(each.shapes) + 1 and not each._is_cold()
         ran.clear()

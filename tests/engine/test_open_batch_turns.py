@@ -204,7 +204,7 @@ def test_rounds_that_fail_end_the_prompts_in_them_and_others_go_on(monkeypatch):
 
 def test_many_threads_and_generate_beside_them():
     """Calls of `generate` take turns with the rounds, and neither changes the other's answers."""
-    plain, model = made()
+    plain, model = made("bigram")
     ids = texts(*COUNTS)
     want = [alone(plain, each, 10) for each in ids]
     got: dict[tuple[int, int], list[int]] = {}

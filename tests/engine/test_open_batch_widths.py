@@ -52,7 +52,7 @@ def asked(batch: Any, ids: list[Any], options: list[dict[str, Any]]) -> list[lis
 
 
 @pytest.mark.some(
-    "autoregressive-False", "Eagle3(depth=4, top_k=3, total_tokens=12, fused=None)-True", "eagle", "nasd-True"
+    "autoregressive-False", "Eagle3(depth=3, top_k=3, total_tokens=12, fused=None)-True", "eagle", "nasd-True"
 )
 @pytest.mark.parametrize(
     "assistant, captured",

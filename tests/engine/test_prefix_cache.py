@@ -33,7 +33,7 @@ FAMILIES: dict[str, Any] = {
     "mixtral": lambda **over: windowed("mixtral", **over),
     "qwen3_5": lambda **over: recurrent(**over),
 }
-TURNS, ASKED, ANSWERED = 10, 5, 6
+TURNS, ASKED, ANSWERED = 6, 5, 6
 LENGTH = {"max_position_embeddings": 512}
 
 
@@ -54,7 +54,7 @@ def read(monkeypatch) -> list[int]:
 @pytest.fixture(autouse=True)
 def short(monkeypatch) -> None:
     """Prefixes of few tokens are kept."""
-    monkeypatch.setattr("fastspec.patches.continuous_batch.LEAST", 2)
+    monkeypatch.setattr("fastspec.patches.open_turns.LEAST", 2)
 
 
 def whole(text: Tensor) -> dict[str, Tensor]:
@@ -81,7 +81,7 @@ def test_a_conversation_is_answered_as_cold_and_read_once(monkeypatch, read, kin
     """Each turn reads what was asked, and the last token of the answer before it."""
     if captured:
         stand_in(monkeypatch)
-        monkeypatch.setattr("fastspec.patches.continuous_batch.LEAST_CAPTURED", 2)
+        monkeypatch.setattr("fastspec.patches.open_turns.LEAST_CAPTURED", 2)
         monkeypatch.setattr(batching, "ASYNCHRONOUS_AFTER", 0)
     plain, model = FAMILIES[kind](**LENGTH), FAMILIES[kind](**LENGTH)
     fastspec.patch(model, eagle3=tiny_head(model))
@@ -98,7 +98,7 @@ def test_n_grams_of_a_conversation_are_counted_once(monkeypatch, captured):
     """And not anew with each turn."""
     if captured:
         stand_in(monkeypatch)
-        monkeypatch.setattr("fastspec.patches.continuous_batch.LEAST_CAPTURED", 2)
+        monkeypatch.setattr("fastspec.patches.open_turns.LEAST_CAPTURED", 2)
     counted, feed = [0], fastspec.NgramStorage.feed
 
     def feeding(self: Any, cursor: Any, token: int, fillers: Any = ()) -> Any:

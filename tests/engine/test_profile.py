@@ -30,7 +30,7 @@ def test_every_round_is_taken_down(device, options, tmp_path):
         assert model.generate(**inputs, **call).tolist() == expected
     last = fastspec.report(model).last
     assert len(profile.rounds) == last.rounds
-    wanted = {*(f"draft {level}" for level in range(5)), "draft", "score", "commit", "observe", "host"}
+    wanted = {*(f"draft {level}" for level in range(TREE.depth + 1)), "draft", "score", "commit", "observe", "host"}
     assert wanted <= set(profile.parts) and all(value >= 0 for each in profile.rounds for value in each.values())
     spent = sum(sum(each.values()) for each in profile.rounds) / 1e3
     assert 0 < spent <= last.seconds

@@ -78,7 +78,7 @@ def test_a_call_keeps_nothing_of_a_text_of_nan(monkeypatch):
             model.generate(**inputs, max_new_tokens=8, **GREEDY, pad_token_id=0, assistant=waiting).tolist() == want
         ), assistant
         for _ in range(2):
-            model.generate(BAD[None], max_new_tokens=24, **GREEDY, assistant=assistant)
+            model.generate(BAD[None], max_new_tokens=9, **GREEDY, assistant=assistant)
             for ids, said in zip(GOOD, wanted("llama"), strict=True):
                 assert model.generate(ids[None], max_new_tokens=8, **GREEDY, assistant=assistant)[0].tolist() == said, (
                     assistant

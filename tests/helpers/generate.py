@@ -18,7 +18,7 @@ from helpers.models import tiny_head, tiny_model
 
 LENGTH = 12
 NEVER = 1000  # an end token outside the vocabulary
-TREE = fastspec.Eagle3(depth=4, top_k=3, total_tokens=12)
+TREE = fastspec.Eagle3(depth=3, top_k=3, total_tokens=12)
 
 
 SHALLOW = {"num_hidden_layers": 3}

@@ -33,6 +33,7 @@ from torch import Tensor
 from fastspec import files
 from fastspec.kernels import ahead
 from helpers import ranks
+from helpers.libraries import share_libraries
 from helpers.processes import forks
 
 LIMIT = {"cpu": 300.0, "cuda": 90.0}
@@ -195,6 +196,8 @@ def serve(rank: int, count: int, device: str, folder: Path, end: connection.Conn
     stack = (folder / f"stack{rank}").open("w")
     faulthandler.register(signal.SIGUSR1, stack)
     os.environ[files.SETTING] = str(folder / "cache")  # one process must not find what `alone` has just kept
+    with suppress(FileExistsError):  # another of them was first
+        share_libraries(folder / "cache")
     ranks.join(rank, folder, device, count)
     dist.init_device_mesh = cache(dist.init_device_mesh)  # each has groups, whose threads would look about for ever
     compile_all, compiling = ahead._compile, 0.0

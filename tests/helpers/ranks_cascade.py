@@ -19,7 +19,7 @@ import fastspec
 from fastspec.cascade.decisions import Visit
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.engine.engine import Engine
-from fastspec.patches import continuous_batch, open_ranks
+from fastspec.patches import open_ranks, open_turns
 from fastspec.patches.call.processors import RoundStreamer, StreamedRound
 from fastspec.patches.session import session_of
 from helpers import ranks
@@ -252,7 +252,7 @@ def lost(load: Loader, kind: str) -> None:
     model, step, calls = load("large"), Engine.step, list[int]()
     config = cascade(folder, thresholds=[1.0, 1.0])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(continuous_batch, "BEAT", 0.2)
+        patch.setattr(open_turns, "BEAT", 0.2)
         patch.setattr(open_ranks, "FAILED", timedelta(seconds=1))
 
         def ending(self: Any, *given: Any) -> Any:

@@ -25,7 +25,7 @@ from fastspec.config import BackendName
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.drafters.chain import ChainDrafter
 from fastspec.generation.engine.engine import Engine
-from fastspec.patches import continuous_batch, open_ranks
+from fastspec.patches import open_ranks, open_turns
 from fastspec.patches.call.processors import RoundStreamer, StreamedRound
 from fastspec.patches.hf.compat import local_part
 from helpers import ranks
@@ -336,7 +336,7 @@ def sized(load: Loader, kind: str) -> list[Any]:
     clock = SimpleNamespace(perf_counter=lambda: (at := next(seconds)) * (0.001 if first() else 0.1 * (1 + at % 7)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fastspec.generation.engine.engine.time", clock)
-        patch.setattr(continuous_batch, "AGREED_EVERY", 4)
+        patch.setattr(open_turns, "AGREED_EVERY", 4)
         with fastspec.patched(model, backend=plain(), eagle3=here(seer(bigram(**sizes())))):
             settings = [{**GREEDY, "max_new_tokens": 60}] * 4
             made, told = run(model, auto, lambda batch: answers(batch, ids, settings), rows=2, max_length=128)
@@ -497,7 +497,7 @@ def idle(load: Loader, kind: str) -> list[Any]:
     del kind
     model, ids = load("bigram"), texts(5)
     with pytest.MonkeyPatch.context() as patch, fastspec.patched(model, backend=plain()):
-        patch.setattr(continuous_batch, "BEAT", 0.05)
+        patch.setattr(open_turns, "BEAT", 0.05)
 
         with fastspec.continuous(model, "nasd", rows=3, max_length=96) as batch:
             began, cpu = time.perf_counter(), time.process_time()
@@ -546,7 +546,7 @@ def lost(load: Loader, kind: str) -> list[str]:
     how, folder = kind.split(" in ")
     model, step, calls = load("bigram"), Engine.step, []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(continuous_batch, "BEAT", 0.2)
+        patch.setattr(open_turns, "BEAT", 0.2)
         patch.setattr(open_ranks, "FAILED", timedelta(seconds=1))
 
         def ending(self: Any, *given: Any) -> Any:

@@ -82,6 +82,7 @@ def test_a_server_warms_up_before_its_port_opens(seen: dict[str, Any]) -> None:
     assert done.exit_code == 0 and "8 of 8 calls" in done.output  # prompts of 40, 32
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0 and "warmed up" not in done.output and seen["widths"] == {3}
+    gc.freeze()  # as it was
 
 
 def test_a_batch_that_was_warmed_up_answers_and_counts_as_another() -> None:
@@ -134,7 +135,7 @@ def buffers_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.some("bigram")
+@pytest.mark.some("Eagle3(depth=3, top_k=2, total_tokens=6, fused=None)-random")  # drafts are right in the next test
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
 @pytest.mark.parametrize(
     ("assistant", "kind"), [("autoregressive", "random"), (TREE, "random"), (TREE, "bigram")], ids=str
@@ -183,7 +184,7 @@ def test_chats_of_any_length_behind_a_warm_up_find_everything_captured(
         monkeypatch.setitem(nasd.COSTS, "cpu", nasd.COSTS["cuda"])
     buffers_of_cuda(monkeypatch)
     ran = what_no_graph_served(monkeypatch)
-    model = made("random", max_position_embeddings=512)[1].to(device)
+    model = made("bigram", max_position_embeddings=512)[1].to(device)
     with fastspec.continuous(model, assistant, rows=2, max_length=512) as batch:
         batch.warmup(length)
         ran.clear()

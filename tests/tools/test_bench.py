@@ -69,7 +69,7 @@ def test_json_is_one_object_and_rows_are_appended(saved: Path, tmp_path: Path) -
     methods = ["transformers", "assisted", "autoregressive", "prompt-lookup"]
     draft = ("--draft-model", str(saved / "model"))
     done = bench(
-        saved, "--json", "--out", str(out), *draft, "--methods", ",".join(methods[1:]), "--max-new-tokens", "40"
+        saved, "--json", "--out", str(out), *draft, "--methods", ",".join(methods[1:]), "--max-new-tokens", "24"
     )
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)

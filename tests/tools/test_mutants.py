@@ -73,7 +73,7 @@ def test_every_mutant_of_the_listed_modules_is_python() -> None:
     listed = listing()
     sources = sources_of(listed.modules, LIST.parents[1])
     mutants = drawn(sources, listed.count, listed.seed)
-    assert len(mutants) == listed.count and mutants == drawn(sources, listed.count, listed.seed)
+    assert len(mutants) == listed.count
     assert all(f"def {test}(" in (LIST.parents[1] / file).read_text() for file, test in map(parted, listed.always))
     for mutant in mutants:
         compile(mutant.applied(sources[mutant.module]), mutant.module, "exec")

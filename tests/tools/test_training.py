@@ -42,7 +42,7 @@ def same_state(one: Path, two: Path) -> None:
 
 
 def test_acceptance_rises(material: Material, tmp_path: Path) -> None:
-    trainer = Trainer(settings(tmp_path, epochs=4.0), *material, Accelerator(cpu=True))
+    trainer = Trainer(settings(tmp_path, epochs=2.0, learning_rate=1e-2), *material, Accelerator(cpu=True))
     before = trainer.validate()["top1"]
     trainer.run()
     assert trainer.validate()["top1"] > before + 0.5

@@ -71,7 +71,8 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
 @pytest.fixture(scope="module")
 def trained(material: Material, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainer, float]:
     """A finished run, and its acceptance before the first step."""
-    trainer = Trainer(eagle(tmp_path_factory.mktemp("head"), epochs=4.0), *material, Accelerator(cpu=True))
+    config = eagle(tmp_path_factory.mktemp("head"), epochs=2.0, learning_rate=1e-2)
+    trainer = Trainer(config, *material, Accelerator(cpu=True))
     before = trainer.validate()["top1"]
     trainer.run()
     trainer.finish()

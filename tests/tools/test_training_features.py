@@ -268,7 +268,9 @@ def test_processes_without_a_text_are_refused(material: Material, tmp_path: Path
 def shared(material: Material, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainer, Path]:
     folder = tmp_path_factory.mktemp("shared")
     trainer = Trainer(
-        settings(folder, epochs=6.0, share_lm_head=True, taps=(1, 2, 4)), *material, Accelerator(cpu=True)
+        settings(folder, epochs=3.0, learning_rate=1e-2, share_lm_head=True, taps=(1, 2, 4)),
+        *material,
+        Accelerator(cpu=True),
     )
     trainer.run()
     return trainer, folder
@@ -323,7 +325,15 @@ def test_a_head_with_the_norms_of_eagle_3_1(material: Material, tmp_path: Path, 
     """It learns, is written and read as what it is, drafts, and is gone on from; heads without them, and other kinds,
     are told apart."""
     model = material[0]
-    config = settings(tmp_path / "one", epochs=6.0, norms=True, share_lm_head=rows, taps=(1, 2, 4), keep_features=ALL)
+    config = settings(
+        tmp_path / "one",
+        epochs=3.0,
+        learning_rate=1e-2,
+        norms=True,
+        share_lm_head=rows,
+        taps=(1, 2, 4),
+        keep_features=ALL,
+    )
     trainer = Trainer(config, *material, Accelerator(cpu=True))
     before = trainer.validate()["top1"]
     trainer.run()

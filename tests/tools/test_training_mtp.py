@@ -48,7 +48,7 @@ def test_an_unrolled_layer_gives_the_drafts_of_a_chain(kind: str, tmp_path: Path
 def test_a_layer_learns_and_drafts_from_its_folder(tmp_path: Path) -> None:
     """Of a model that has none; the run is taken up, and a second one goes on from what the first wrote."""
     model = small_target()
-    config = mtp(tmp_path / "head", epochs=3.0)
+    config = mtp(tmp_path / "head", epochs=1.2, learning_rate=1e-2)
     material = small_texts(model, 120, config), small_texts(model, 16, config)
     trainer = Trainer(config, model, *material, Accelerator(cpu=True))
     before = trainer.validate()["top1"]
