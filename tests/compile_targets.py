@@ -339,7 +339,6 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
                 "ordered product, 480 rows",
                 lambda: ordered.linear(few(1, 480, hidden), few(3 * hidden // 2, hidden), None),
             )
-            yield "ordered parts, 480 rows", lambda: ordered.linear_parts(few(1, 480, inner), few(hidden, inner), None)
             yield (
                 "ordered gate_up, 480 rows",
                 lambda: ordered.gate_up(few(1, 480, hidden), few(2 * inner, hidden), None),

@@ -110,12 +110,12 @@ def _write(
 
 
 @gluon.jit
-def _tile(t, R, tiles, grouped, S: gl.constexpr, BR: gl.constexpr):
-    """Row, tile of channels and part of the t-th tile of a ring: `grouped` tiles of rows take a tile of weights one
-    behind the other, which both stay in the L2."""
+def _tile(t, R, tiles, grouped, BR: gl.constexpr):
+    """Row and tile of channels of the t-th tile of a ring: `grouped` tiles of rows take a tile of weights one behind
+    the other, which both stay in the L2."""
     place = t // grouped
-    row = (place // (tiles * S) * grouped + t % grouped) * BR
-    return gl.minimum(row, gl.maximum(R - BR, 0)), place % (tiles * S) // S, place % S
+    row = (place // tiles * grouped + t % grouped) * BR
+    return gl.minimum(row, gl.maximum(R - BR, 0)), place % tiles
 
 
 @gluon.jit
@@ -124,19 +124,17 @@ def _ring_loads(memory, place, FORM: gl.constexpr, PDL: gl.constexpr):
     d_w, d_x, full, free, w_smem, x_smem = memory
     R, M, steps, tiles, grouped, all_tiles = place
     BK: gl.constexpr = FORM.launch.depth
-    S: gl.constexpr = FORM.launch.parts
     STAGES: gl.constexpr = FORM.launch.stages
-    row, tile, part = _tile(gl.program_id(0), R, tiles, grouped, S, FORM.launch.rows)
-    first = steps * part // S
-    asked = gl.minimum(steps * (part + 1) // S - first, STAGES)
+    row, tile = _tile(gl.program_id(0), R, tiles, grouped, FORM.launch.rows)
+    asked = gl.minimum(steps, STAGES)
     for i in gl.static_range(STAGES):
-        _ring_weights(d_w, full, w_smem, i, tile, (first + i) * BK, M, i < asked, FORM)
+        _ring_weights(d_w, full, w_smem, i, tile, i * BK, M, i < asked, FORM)
     if PDL:
         tl.extra.cuda.gdc_wait()
     stage, phase = 0, 1
     for t in range(gl.program_id(0), all_tiles, gl.num_programs(0)):
-        row, tile, part = _tile(t, R, tiles, grouped, S, FORM.launch.rows)
-        for step in range(steps * part // S, steps * (part + 1) // S):
+        row, tile = _tile(t, R, tiles, grouped, FORM.launch.rows)
+        for step in range(steps):
             mbarrier.wait(free.index(stage), phase)
             _ring_weights(d_w, full, w_smem, stage, tile, step * BK, M, asked <= 0, FORM)
             _load(d_x, [row, step * BK], full.index(stage), x_smem.index(stage))
@@ -166,51 +164,37 @@ def _ring_sums(OF: gl.constexpr, memory, place, p_bias, p_out, FORM: gl.constexp
     R, M, steps, tiles, grouped, all_tiles = place
     dtype: gl.constexpr = d_w.dtype
     BR: gl.constexpr = FORM.launch.rows
-    S: gl.constexpr = FORM.launch.parts
-    SERIES: gl.constexpr = FORM.launch.series
     GATES: gl.constexpr = FORM.gates
     GROUPS: gl.constexpr = FORM.launch.channels // 64
-    PARTS: gl.constexpr = FORM.split
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BR, 16])
-    OUT: gl.constexpr = gl.BlockedLayout(
-        [4 if PARTS else 8, 1], [16 if PARTS else 8, 2 if PARTS else 4], [1, 4], [0, 1]
-    )
+    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     b_none = gl.zeros([64, BR], gl.float32, SUMS)
     stage, phase, before = 0, 0, 0
     for t in range(gl.program_id(0), all_tiles, gl.num_programs(0)):
-        row, tile, part = _tile(t, R, tiles, grouped, S, BR)
-        count = steps * (part + 1) // S - steps * part // S
-        b_sum, b_up, b_half, b_first = b_none, b_none, b_none, b_none
-        for i in gl.static_range(SERIES):
-            for step in range(count // SERIES):
-                mbarrier.wait(full.index(stage), phase)
-                b_x = x_smem.index(stage).permute((1, 0))
-                o_tile = (stage * GROUPS + OF) * GATES
-                b_sum = mma(w_smem.index(o_tile), b_x, b_sum, is_async=True)
-                if GATES == 2:
-                    b_up = mma(w_smem.index(o_tile + 1), b_x, b_up, is_async=True)
-                    b_sum, b_up = mma_wait(2, deps=(b_sum, b_up))
-                else:
-                    b_sum = mma_wait(1, deps=(b_sum,))
-                mbarrier.arrive(free.index(before), pred=step > 0)
-                before = stage
-                stage += 1
-                if stage == FORM.launch.stages:
-                    stage = 0
-                    phase ^= 1
+        row, tile = _tile(t, R, tiles, grouped, BR)
+        b_sum, b_up = b_none, b_none
+        for step in range(steps):
+            mbarrier.wait(full.index(stage), phase)
+            b_x = x_smem.index(stage).permute((1, 0))
+            o_tile = (stage * GROUPS + OF) * GATES
+            b_sum = mma(w_smem.index(o_tile), b_x, b_sum, is_async=True)
             if GATES == 2:
-                b_sum, b_up = mma_wait(0, deps=(b_sum, b_up))
+                b_up = mma(w_smem.index(o_tile + 1), b_x, b_up, is_async=True)
+                b_sum, b_up = mma_wait(2, deps=(b_sum, b_up))
             else:
-                b_sum = mma_wait(0, deps=(b_sum,))
-            barrier()
-            mbarrier.arrive(free.index(before))
-            if SERIES > 1:
-                b_half = b_half + b_sum if i % 2 else b_sum
-                if i == 1:
-                    b_first = b_half
-                b_sum = b_none
-        if SERIES > 1:
-            b_sum = b_half if SERIES == 2 else b_first + b_half
+                b_sum = mma_wait(1, deps=(b_sum,))
+            mbarrier.arrive(free.index(before), pred=step > 0)
+            before = stage
+            stage += 1
+            if stage == FORM.launch.stages:
+                stage = 0
+                phase ^= 1
+        if GATES == 2:
+            b_sum, b_up = mma_wait(0, deps=(b_sum, b_up))
+        else:
+            b_sum = mma_wait(0, deps=(b_sum,))
+        barrier()
+        mbarrier.arrive(free.index(before))
         channel = (tile * GROUPS + OF) * 64
         _write(
             b_sum,
@@ -219,7 +203,7 @@ def _ring_sums(OF: gl.constexpr, memory, place, p_bias, p_out, FORM: gl.constexp
             p_out,
             channel,
             row,
-            part,
+            0,
             R,
             M,
             dtype,
@@ -227,7 +211,7 @@ def _ring_sums(OF: gl.constexpr, memory, place, p_bias, p_out, FORM: gl.constexp
             OUT,
             GATES,
             FORM.bias,
-            PARTS,
+            False,
             FORM.alpha,
             FORM.cubic,
         )
@@ -290,7 +274,6 @@ class RingForm:
     launch: HopperLaunch
     gates: int
     bias: bool
-    split: bool
     alpha: float
     cubic: float
 
@@ -448,7 +431,7 @@ def hopper_linear(
     groups = -(-tiles // (GROUP * (1 + launch.ring)))
     if launch.ring:
         lines, grouped = -(-width // launch.channels), -(-tiles // groups)
-        every = lines * launch.parts * grouped * groups
+        every = lines * grouped * groups
         _hopper_ring[(min(every, MULTIPROCESSORS),)](
             descriptor(weight, 64, launch.depth),
             descriptor(x, wide, launch.depth),
@@ -460,7 +443,7 @@ def hopper_linear(
             lines,
             grouped,
             every,
-            FORM=RingForm(replace(launch, rows=wide), 1 + swiglu, bias is not None, split, kind.alpha, kind.cubic),
+            FORM=RingForm(replace(launch, rows=wide), 1 + swiglu, bias is not None, kind.alpha, kind.cubic),
             num_warps=4,
             **dependent(x.device),
         )

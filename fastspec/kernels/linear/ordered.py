@@ -36,7 +36,7 @@ TALLEST = 64
 """Rows of a tile."""
 WIDEST = 256
 """Rows of a tile whose parts lie side by side, each of them counted."""
-FEW_ROWS = 512
+FEW_ROWS = 256
 """Rows of a product whose parts are left to the norm behind it."""
 NARROW = 512
 """Channels of outputs, such as a router's, of which torch might split the depth for any number of rows."""
@@ -45,7 +45,7 @@ FEW_CHANNELS, SOME_CHANNELS = 2048, 4096
 multiprocessors idle, or half of them."""
 TALL = {
     False: ((64, 64, 1.0), (64, 128, 1.4), (128, 128, 2.0), (192, 128, 2.75), (128, 256, 3.65)),
-    True: ((64, 64, 1.0), (64, 128, 1.42), (128, 64, 1.74), (128, 128, 2.45)),
+    True: ((64, 64, 1.0), (64, 128, 1.28), (128, 64, 1.74), (128, 128, 2.45)),
 }
 """Channels and rows of the tiles of more rows, by gated or not, and how long a program of each takes beside the
 smallest."""
@@ -95,14 +95,14 @@ def tall_launch(rows: int, channels: int, depth: int, gated: bool, series: int =
         return -(-(-(-channels // tile[0]) * -(-rows // tile[1])) * parts // MULTIPROCESSORS)
 
     tiles = [tile for tile in TALL[gated] if tile[1] <= max(rows, TALLEST) and (series == 1 or tile[1] < 256)]
-    tiles = [tile for tile in tiles if series < 4 or tile[0] < 192]
+    tiles = [tile for tile in tiles if series * parts == 1 or tile[0] < 192]
     best = min(tiles, key=lambda tile: tile[2] * waves(tile))
     lines, wide, _ = best
     cut = depth // (series * parts)
     step = 64 if cut % 64 == 0 or series * parts == 1 else 32
     if wide == lines == 64 and cut % (2 * step) == 0:
         step *= 2
-    ring = lines > 64 and series < 4  # registers hold no more
+    ring = series * parts == 1 and (lines > 64 or (gated and wide > 64))
     most = SHARED // 3 if waves(best) > 1 and depth <= SHALLOW and not ring else SHARED  # side by side: soon over
     stages = max(2, min(STAGES, most // ((lines * (1 + gated) + wide) * step * 2)))
     warps = 4 if ring else lines // 16

@@ -60,7 +60,7 @@ SHALLOW = 1024
 STAGES, SHARED = 4, 224 << 10
 """Of a program, at most, and the bytes of all that stand on a multiprocessor."""
 TURNS = 2
-"""Stages of a ring, of a step each, of which one's numbers are made while the products of the other go on."""
+"""Stages of a ring of few rows, of a step each: one's numbers are made while the products of the other go on."""
 KEPT = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
 """Places of sums in shared memory, where no lanes of a warp meet in a bank."""
 
@@ -634,17 +634,20 @@ def launch_of(weights: Sequence[StoredWeight], rows: int, gated: bool, apart: bo
     depth, that are left to a norm. They were found on an H200 for the shapes of a model of 8 billion weights, over
     weights that were not in the L2. How parts are summed changes no bit. As many programs stand side by side on a
     multiprocessor as there are: that hides more than stages do. More than SIDEWAYS rows take tiles that read rows half
-    as often. Nested scales have shorter stages, for the registers' sake."""
+    as often, but for parts in series whose lower tiles have a multiprocessor each. Nested scales have shorter stages,
+    for the registers' sake."""
     one, parts = weights[0], 1 if gated else min(map(parts_of, weights))
     bits, table, nested, cut = one.kind.bits, bool(one.kind.table), one.nested is not None, one.depth // parts
     side = parts if not apart and parts * rows <= SIDEWAYS else 1
     series = parts if not apart and side == 1 else 1
-    wide = min(TALLEST if step_of(one) > 32 else SIDEWAYS, max(8, 1 << (rows * side - 1).bit_length()))
+    lines = sum(weight.shape[0] for weight in weights) * side * (parts if apart else 1)
+    few = series > 1 and -(-lines // 64) * -(-rows // SIDEWAYS) <= MULTIPROCESSORS
+    tallest = SIDEWAYS if few or step_of(one) <= 32 else TALLEST
+    wide = min(tallest, max(8, 1 << (rows * side - 1).bit_length()))
     tall, lined = wide > SIDEWAYS, min(one.block[1], one.depth) == one.depth
     ring = tall or series > 1 or (table and side == 1 and wide > 16)
     several = series == 1 and (tall or gated or not ring if table else tall and lined and cut > SHALLOW)
     channels = 128 if several else 64
-    lines = sum(weight.shape[0] for weight in weights) * side * (parts if apart else 1)
     programs = -(-lines // channels) * -(-rows * side // wide)
     here = 1 + (programs - 1) // MULTIPROCESSORS
     if ring or channels == 128:  # registers hold no more
@@ -710,7 +713,9 @@ def hopper_stored(
         zeros=one.zeros is not None,
         nested=0 if one.nested is None else one.nested.block,
         factors=1 if shared else steps,
-        turns=TURNS if launch.ring and steps == 1 and depth % (2 * cut * launch.depth) == 0 else 1,
+        turns=TURNS
+        if launch.ring and steps == 1 and launch.rows <= SIDEWAYS and depth % (2 * cut * launch.depth) == 0
+        else 1,
         bias=biases[0] is not None,
         apart=out.dtype == torch.float32,
         alpha=(kind or SILU).alpha,
