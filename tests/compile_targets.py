@@ -334,6 +334,15 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
             yield f"ordered attention, {case}, {rows} rows", in_order
         yield f"ordered product, {rows} rows", lambda n=rows: ordered.linear(few(1, n, inner), few(hidden, inner), None)
         yield f"ordered gate_up, {rows} rows", lambda x=x: ordered.gate_up(x, few(2 * inner, hidden), None)
+        if rows == 61:
+            yield (
+                "ordered product, 480 rows",
+                lambda: ordered.linear(few(1, 480, hidden), few(3 * hidden // 2, hidden), None),
+            )
+            yield (
+                "ordered gate_up, 480 rows",
+                lambda: ordered.gate_up(few(1, 480, hidden), few(2 * inner, hidden), None),
+            )
         for kind, weight in stored_weights(hidden, inner, dtype).items():
             yield (
                 f"stored product of {kind}, {rows} rows",
@@ -346,6 +355,10 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
             if rows == 1:
                 yield f"dequantised {kind}", lambda w=weight: quantised.dequantised(w, dtype)
             if rows == 61:
+                yield (
+                    f"stored product of {kind}, 128 rows",
+                    lambda w=weight: quantised.linear(few(1, 128, inner), w, None),
+                )
                 yield (
                     f"stored parts of {kind}, 128 rows",
                     lambda w=weight: quantised.linear_parts(few(1, 128, inner), [w], [None]),

@@ -12,10 +12,14 @@ A depth may also be cut in 2 or 4 parts that one program sums, SIDE by SIDE or i
 / parts], rows [R, K] as [R * parts, K / parts], and of the product of all of these the program keeps what a line and a
 row of one part give. Few rows leave the tensor cores idle, and so the chain of sums is a half or a quarter as long, and
 there are twice or four times the programs. In series the accumulator is emptied where a part ends.
+
+Many rows are bound by what reads their tiles and by the ends of programs: of a RING one warp loads, groups of four
+multiply 64 channels each, and a program takes tiles one after another.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,11 +34,11 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait 
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fastspec.kernels.launch import dependent, is_hopper, padded
-from fastspec.kernels.linear.launches import HopperLaunch
+from fastspec.kernels.linear.launches import MULTIPROCESSORS, HopperLaunch
 from fastspec.kernels.linear.reference import SILU, Activation
 
 GROUP = 8
-"""Tiles of rows that take a tile of weights one behind the other: both stay in the L2."""
+"""Tiles of rows that take a tile of weights one behind the other, twice as many of a ring: both stay in the L2."""
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed since Triton 3.6
 _load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # renamed since Triton 3.6
 
@@ -59,6 +63,219 @@ def _joined(b_sum, SIDE: gl.constexpr, BM: gl.constexpr, BR: gl.constexpr, SUMS:
     if SIDE == 4:
         b_sum = gl.sum(gl.reshape(b_sum, [BM // 4, 2, BR // SIDE]), 1)
     return gl.convert_layout(b_sum, OUT)
+
+
+@gluon.jit
+def _write(
+    b_sum,
+    b_up,
+    p_bias,
+    p_out,
+    channel,
+    row,
+    part,
+    R,
+    M,
+    dtype: gl.constexpr,
+    TOLD: gl.constexpr,
+    OUT: gl.constexpr,
+    GATES: gl.constexpr,
+    BIAS: gl.constexpr,
+    PARTS: gl.constexpr,
+    ALPHA: gl.constexpr,
+    CUBIC: gl.constexpr,
+):
+    """Write sums [channels, rows] from a channel and a row on, and a bias, or with PARTS those of a part in fp32."""
+    o_line = channel + gl.arange(0, b_sum.shape[0], gl.SliceLayout(1, TOLD))
+    if BIAS:
+        b_bias = gl.load(p_bias + o_line, mask=o_line < M, other=0.0).to(gl.float32)
+        b_sum += gl.where(part == 0, b_bias, 0.0)[:, None]
+    o_m = channel + gl.arange(0, b_sum.shape[0], gl.SliceLayout(1, OUT))
+    o_r = row + gl.arange(0, b_sum.shape[1], gl.SliceLayout(0, OUT))
+    m_out = (o_m < M)[:, None] & (o_r < R)[None, :]
+    if PARTS:
+        b_sum = gl.convert_layout(b_sum, OUT)
+        gl.store(p_out + (part * R + o_r)[None, :].to(gl.int64) * M + o_m[:, None], b_sum, mask=m_out)
+    else:
+        b_out = b_sum.to(dtype)
+        if GATES == 2:
+            if BIAS:
+                b_up += gl.load(p_bias + M + o_line, mask=o_line < M, other=0.0).to(gl.float32)[:, None]
+            b_gate = b_out.to(gl.float32)
+            b_in = b_gate + CUBIC * b_gate * b_gate * b_gate if CUBIC != 0.0 else b_gate
+            b_gate = (b_gate / (1.0 + gl.exp(-ALPHA * b_in))).to(dtype)
+            b_out = (b_gate.to(gl.float32) * b_up.to(dtype).to(gl.float32)).to(dtype)
+        b_out = gl.convert_layout(b_out, OUT)
+        gl.store(p_out + o_r[None, :].to(gl.int64) * M + o_m[:, None], b_out, mask=m_out)
+
+
+@gluon.jit
+def _tile(t, R, tiles, grouped, BR: gl.constexpr):
+    """Row and tile of channels of the t-th tile of a ring: `grouped` tiles of rows take a tile of weights one behind
+    the other, which both stay in the L2."""
+    place = t // grouped
+    row = (place // tiles * grouped + t % grouped) * BR
+    return gl.minimum(row, gl.maximum(R - BR, 0)), place % tiles
+
+
+@gluon.jit
+def _ring_loads(memory, place, FORM: gl.constexpr, PDL: gl.constexpr):
+    """Loads of all tiles of a program, by a warp of its own, which goes on to the next tile while one is written."""
+    d_w, d_x, full, free, w_smem, x_smem = memory
+    R, M, steps, tiles, grouped, all_tiles = place
+    BK: gl.constexpr = FORM.launch.depth
+    STAGES: gl.constexpr = FORM.launch.stages
+    row, tile = _tile(gl.program_id(0), R, tiles, grouped, FORM.launch.rows)
+    asked = gl.minimum(steps, STAGES)
+    for i in gl.static_range(STAGES):
+        _ring_weights(d_w, full, w_smem, i, tile, i * BK, M, i < asked, FORM)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    stage, phase = 0, 1
+    for t in range(gl.program_id(0), all_tiles, gl.num_programs(0)):
+        row, tile = _tile(t, R, tiles, grouped, FORM.launch.rows)
+        for step in range(steps):
+            mbarrier.wait(free.index(stage), phase)
+            _ring_weights(d_w, full, w_smem, stage, tile, step * BK, M, asked <= 0, FORM)
+            _load(d_x, [row, step * BK], full.index(stage), x_smem.index(stage))
+            asked -= 1
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+
+
+@gluon.jit
+def _ring_weights(d_w, full, w_smem, stage, tile, o_k, M, wanted, FORM: gl.constexpr):
+    """Ask for a step of a tile's weights, if it is wanted; the barrier waits for the rows' bytes too."""
+    GROUPS: gl.constexpr = FORM.launch.channels // 64
+    GATES: gl.constexpr = FORM.gates
+    EACH: gl.constexpr = GROUPS * GATES
+    mbarrier.expect(full.index(stage), (EACH * 64 + FORM.launch.rows) * FORM.launch.depth * 2, wanted)
+    for i in gl.static_range(EACH):
+        line = i % GATES * M + (tile * GROUPS + i // GATES) * 64
+        _load(d_w, [line, o_k], full.index(stage), w_smem.index(stage * EACH + i), wanted)
+
+
+@gluon.jit
+def _ring_sums(OF: gl.constexpr, memory, place, p_bias, p_out, FORM: gl.constexpr):
+    """Sums of the OF-th 64 channels of each tile of a program."""
+    d_w, _, full, free, w_smem, x_smem = memory
+    R, M, steps, tiles, grouped, all_tiles = place
+    dtype: gl.constexpr = d_w.dtype
+    BR: gl.constexpr = FORM.launch.rows
+    GATES: gl.constexpr = FORM.gates
+    GROUPS: gl.constexpr = FORM.launch.channels // 64
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BR, 16])
+    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    b_none = gl.zeros([64, BR], gl.float32, SUMS)
+    stage, phase, before = 0, 0, 0
+    for t in range(gl.program_id(0), all_tiles, gl.num_programs(0)):
+        row, tile = _tile(t, R, tiles, grouped, BR)
+        b_sum, b_up = b_none, b_none
+        for step in range(steps):
+            mbarrier.wait(full.index(stage), phase)
+            b_x = x_smem.index(stage).permute((1, 0))
+            o_tile = (stage * GROUPS + OF) * GATES
+            b_sum = mma(w_smem.index(o_tile), b_x, b_sum, is_async=True)
+            if GATES == 2:
+                b_up = mma(w_smem.index(o_tile + 1), b_x, b_up, is_async=True)
+                b_sum, b_up = mma_wait(2, deps=(b_sum, b_up))
+            else:
+                b_sum = mma_wait(1, deps=(b_sum,))
+            mbarrier.arrive(free.index(before), pred=step > 0)
+            before = stage
+            stage += 1
+            if stage == FORM.launch.stages:
+                stage = 0
+                phase ^= 1
+        if GATES == 2:
+            b_sum, b_up = mma_wait(0, deps=(b_sum, b_up))
+        else:
+            b_sum = mma_wait(0, deps=(b_sum,))
+        barrier()
+        mbarrier.arrive(free.index(before))
+        channel = (tile * GROUPS + OF) * 64
+        _write(
+            b_sum,
+            b_up,
+            p_bias,
+            p_out,
+            channel,
+            row,
+            0,
+            R,
+            M,
+            dtype,
+            SUMS,
+            OUT,
+            GATES,
+            FORM.bias,
+            False,
+            FORM.alpha,
+            FORM.cubic,
+        )
+
+
+@gluon.jit(do_not_specialize=["R", "tiles", "grouped", "all_tiles"])
+def _hopper_ring(
+    d_w, d_x, p_bias, p_out, R, M, steps, tiles, grouped, all_tiles, FORM: gl.constexpr, PDL: gl.constexpr
+):
+    """`_hopper_linear` of many rows: one warp loads, groups of four warps multiply 64 channels each without waiting for
+    one another, and a program takes tiles until there are none."""
+    STAGES: gl.constexpr = FORM.launch.stages
+    BK: gl.constexpr = FORM.launch.depth
+    GROUPS: gl.constexpr = FORM.launch.channels // 64
+    w_smem = gl.allocate_shared_memory(d_w.dtype, [STAGES * GROUPS * FORM.gates, 64, BK], d_w.layout)
+    x_smem = gl.allocate_shared_memory(d_w.dtype, [STAGES, FORM.launch.rows, BK], d_x.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=GROUPS)
+    fence()
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    memory = (d_w, d_x, full, free, w_smem, x_smem)
+    place = (R, M, steps, tiles, grouped, all_tiles)
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [(_ring_sums, (0, memory, place, p_bias, p_out, FORM)), (_ring_loads, (memory, place, FORM, PDL))],
+            [1],
+            [24],
+        )
+    elif GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_ring_sums, (0, memory, place, p_bias, p_out, FORM)),
+                (_ring_sums, (1, memory, place, p_bias, p_out, FORM)),
+                (_ring_loads, (memory, place, FORM, PDL)),
+            ],
+            [4, 1],
+            [232, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_ring_sums, (0, memory, place, p_bias, p_out, FORM)),
+                (_ring_sums, (1, memory, place, p_bias, p_out, FORM)),
+                (_ring_sums, (2, memory, place, p_bias, p_out, FORM)),
+                (_ring_loads, (memory, place, FORM, PDL)),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RingForm:
+    """Form of a program of `_hopper_ring`, which it is compiled for."""
+
+    launch: HopperLaunch
+    gates: int
+    bias: bool
+    alpha: float
+    cubic: float
 
 
 @gluon.jit(do_not_specialize=["R"])
@@ -163,27 +380,25 @@ def _hopper_linear(
     if SIDE > 1:
         b_sum = _joined(b_sum, SIDE, BM, BR, SUMS, OUT)
 
-    o_line = tile * BC + gl.arange(0, BC, gl.SliceLayout(1, TOLD))
-    if BIAS:
-        b_bias = gl.load(p_bias + o_line, mask=o_line < M, other=0.0).to(gl.float32)
-        b_sum += gl.where(part == 0, b_bias, 0.0)[:, None]
-    o_m = tile * BC + gl.arange(0, BC, gl.SliceLayout(1, OUT))
-    o_r = row // SIDE + gl.arange(0, BR // SIDE, gl.SliceLayout(0, OUT))
-    m_out = (o_m < M)[:, None] & (o_r < R)[None, :]
-    if PARTS:
-        b_sum = gl.convert_layout(b_sum, OUT)
-        gl.store(p_out + (part * R + o_r)[None, :].to(gl.int64) * M + o_m[:, None], b_sum, mask=m_out)
-    else:
-        b_out = b_sum.to(dtype)
-        if GATES == 2:
-            if BIAS:
-                b_up += gl.load(p_bias + M + o_line, mask=o_line < M, other=0.0).to(gl.float32)[:, None]
-            b_gate = b_out.to(gl.float32)
-            b_in = b_gate + CUBIC * b_gate * b_gate * b_gate if CUBIC != 0.0 else b_gate
-            b_gate = (b_gate / (1.0 + gl.exp(-ALPHA * b_in))).to(dtype)
-            b_out = (b_gate.to(gl.float32) * b_up.to(dtype).to(gl.float32)).to(dtype)
-        b_out = gl.convert_layout(b_out, OUT)
-        gl.store(p_out + o_r[None, :].to(gl.int64) * M + o_m[:, None], b_out, mask=m_out)
+    _write(
+        b_sum,
+        b_up,
+        p_bias,
+        p_out,
+        tile * BC,
+        row // SIDE,
+        part,
+        R,
+        M,
+        dtype,
+        TOLD,
+        OUT,
+        GATES,
+        BIAS,
+        PARTS,
+        ALPHA,
+        CUBIC,
+    )
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
@@ -213,7 +428,26 @@ def hopper_linear(
     if side == launch.series == 1:
         wide = min(wide, padded(rows))
     tiles = -(-rows * side // wide)
-    groups = -(-tiles // GROUP)
+    groups = -(-tiles // (GROUP * (1 + launch.ring)))
+    if launch.ring:
+        lines, grouped = -(-width // launch.channels), -(-tiles // groups)
+        every = lines * grouped * groups
+        _hopper_ring[(min(every, MULTIPROCESSORS),)](
+            descriptor(weight, 64, launch.depth),
+            descriptor(x, wide, launch.depth),
+            bias,
+            out,
+            rows,
+            width,
+            steps,
+            lines,
+            grouped,
+            every,
+            FORM=RingForm(replace(launch, rows=wide), 1 + swiglu, bias is not None, kind.alpha, kind.cubic),
+            num_warps=4,
+            **dependent(x.device),
+        )
+        return
     _hopper_linear[(-(-tiles // groups), -(-width * side // launch.channels) * launch.parts, groups)](
         descriptor(weight, launch.channels, launch.depth),
         descriptor(x, wide, launch.depth),

@@ -44,7 +44,7 @@ class HopperLaunch:
     are there; `parts` of the inner size, 1 but for `linear_parts`. With `rows` (a power of 2, 8 to 256) a program takes
     so many rows; else it takes all, 256 at most. `side` and `series`: the parts that a program sums itself, side by
     side (each a row of the tile's `rows`) or one after another. Of its 4 or 8 `warps` four multiply 64 channels. With
-    a `ring` one warp more loads all stages, and each four go on by themselves (stored weights alone)."""
+    a `ring` one warp more loads all stages, and each four, of 4 `warps` here, go on by themselves."""
 
     channels: int
     depth: int

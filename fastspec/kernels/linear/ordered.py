@@ -44,8 +44,8 @@ FEW_CHANNELS, SOME_CHANNELS = 2048, 4096
 """Of an output whose depth is cut, in 4 parts at most or in 2: tiles of 64 of them leave most of an H100's
 multiprocessors idle, or half of them."""
 TALL = {
-    False: ((64, 64, 1.0), (64, 128, 1.4), (128, 128, 2.0), (128, 256, 3.65)),
-    True: ((64, 64, 1.0), (64, 128, 1.42), (128, 64, 1.74), (128, 128, 2.45)),
+    False: ((64, 64, 1.0), (64, 128, 1.4), (128, 128, 2.0), (192, 128, 2.75), (128, 256, 3.65)),
+    True: ((64, 64, 1.0), (64, 128, 1.28), (128, 64, 1.74), (128, 128, 2.45)),
 }
 """Channels and rows of the tiles of more rows, by gated or not, and how long a program of each takes beside the
 smallest."""
@@ -95,15 +95,18 @@ def tall_launch(rows: int, channels: int, depth: int, gated: bool, series: int =
         return -(-(-(-channels // tile[0]) * -(-rows // tile[1])) * parts // MULTIPROCESSORS)
 
     tiles = [tile for tile in TALL[gated] if tile[1] <= max(rows, TALLEST) and (series == 1 or tile[1] < 256)]
+    tiles = [tile for tile in tiles if series * parts == 1 or tile[0] < 192]
     best = min(tiles, key=lambda tile: tile[2] * waves(tile))
     lines, wide, _ = best
     cut = depth // (series * parts)
     step = 64 if cut % 64 == 0 or series * parts == 1 else 32
     if wide == lines == 64 and cut % (2 * step) == 0:
         step *= 2
-    most = SHARED // 3 if waves(best) > 1 and depth <= SHALLOW else SHARED  # programs side by side: each is soon over
+    ring = series * parts == 1 and (lines > 64 or (gated and wide > 64))
+    most = SHARED // 3 if waves(best) > 1 and depth <= SHALLOW and not ring else SHARED  # side by side: soon over
     stages = max(2, min(STAGES, most // ((lines * (1 + gated) + wide) * step * 2)))
-    return HopperLaunch(lines, step, stages, stages // 2 + 1, parts, wide, series=series, warps=lines // 16)
+    warps = 4 if ring else lines // 16
+    return HopperLaunch(lines, step, stages, stages // 2 + 1, parts, wide, series=series, warps=warps, ring=ring)
 
 
 def launch_of(channels: int, depth: int) -> Launch:

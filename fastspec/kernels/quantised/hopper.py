@@ -9,14 +9,16 @@ thread that multiplies it makes a word of two numbers of it (conversions.py). Fo
 once, and take a unit each of one, or of two. Numbers of a table are read from shared
 memory by the byte of two codes: each lane has a copy there, in a bank of its own.
 
-Tall tiles, and those of a table from 17 rows on, are a ring: one warp more loads all stages, and groups of four warps
-multiply 64 channels each, without waiting for one another. A stage has two barriers: `full` counts its bytes, `free`
-the groups whose products of it are done. Other tiles ask for a stage once the products of the one before are done.
+Tall tiles, those of a table from 17 rows on, and parts in series are a ring: one warp more loads all stages, and groups
+of four warps multiply 64 channels each, without waiting for one another. A stage has two barriers: `full` counts its
+bytes, `free` the groups whose products of it are done. Other tiles ask for a stage once the products of the one before
+are done.
 
 Depths of few output channels are cut in 2 or 4 parts, added up as (0 + 1) + (2 + 3): SIDE by SIDE in one tile, in
-SERIES, or S programs of their own, which leave the sum to a norm. A step's products are summed in order, in steps of
-16; with GROUPED each step's sum is multiplied by its scale and added, else each part's sums are multiplied by the
-scales of their lines. So a row's bits follow from the weight alone (docs/maintainers/same_bits.md). Gluon has no
+SERIES, or S programs of their own, which leave the sum to a norm. Of a series one group of warps takes parts 0 and 2 of
+64 channels, another 1 and 3, whose sums the first takes from shared memory. A step's products are summed in order, in
+steps of 16; with GROUPED each step's sum is multiplied by its scale and added, else each part's sums are multiplied by
+the scales of their lines. So a row's bits follow from the weight alone (docs/maintainers/same_bits.md). Gluon has no
 interpreter: tested on the GPU alone.
 """
 
@@ -43,6 +45,8 @@ from fastspec.kernels.linear.reference import SILU, Activation
 from fastspec.kernels.quantised.conversions import FILL, PLACE, ROOM, pair_assembly, pair_table
 from fastspec.kernels.quantised.reference import StoredWeight
 
+_as = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret  # renamed
+
 STEP = 128
 """Input channels of a step."""
 FEW = 8192
@@ -55,6 +59,10 @@ SHALLOW = 1024
 """Depth of a program up to which more programs are faster than tall ones."""
 STAGES, SHARED = 4, 224 << 10
 """Of a program, at most, and the bytes of all that stand on a multiprocessor."""
+TURNS = 2
+"""Stages of a ring of few rows, of a step each: one's numbers are made while the products of the other go on."""
+KEPT = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
+"""Places of sums in shared memory, where no lanes of a warp meet in a bank."""
 
 
 class StoredOperands(NamedTuple):
@@ -128,25 +136,42 @@ def _ask(codes, bars, w_smem, stage, which, line, o_k, wanted, FORM: gl.constexp
 @gluon.jit
 def _load_ring(memory, place, FORM: gl.constexpr, PDL: gl.constexpr):
     """Loads of all stages, by a warp of its own: a place is written again once every group of warps is done with it."""
-    codes, d_x, full, free, w_smem, x_smem = memory
+    codes, d_x, full, free, w_smem, x_smem, _ = memory
     which, line, row, begin, count = place
-    STAGES: gl.constexpr = FORM.launch.stages
-    for i in gl.static_range(STAGES):
-        _ask(codes, full, w_smem, i, which, line, (begin + i) * FORM.launch.depth, i < count, FORM)
+    BK: gl.constexpr = FORM.launch.depth
+    SHARES: gl.constexpr = 2 if FORM.launch.series > 1 else 1
+    STAGES: gl.constexpr = FORM.launch.stages // SHARES
+    part = count // FORM.launch.series
+    for i in gl.static_range(SHARES * STAGES):
+        o_k = _at(begin, i // STAGES, i % STAGES, part, FORM.launch.series) * BK
+        _ask(codes, full, w_smem, i, which, line, o_k, i % STAGES < count // SHARES, FORM)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    for i in gl.static_range(STAGES):
-        _load(d_x, [row, (begin + i) * FORM.launch.depth], full.index(i), x_smem.index(i), i < count)
+    for i in gl.static_range(SHARES * STAGES):
+        o_k = _at(begin, i // STAGES, i % STAGES, part, FORM.launch.series) * BK
+        _load(d_x, [row, o_k], full.index(i), x_smem.index(i), i % STAGES < count // SHARES)
     stage, phase = 0, 0
-    for turn in range(STAGES, count):
-        o_k = (begin + turn) * FORM.launch.depth
-        mbarrier.wait(free.index(stage), phase)
-        _ask(codes, full, w_smem, stage, which, line, o_k, True, FORM)
-        _load(d_x, [row, o_k], full.index(stage), x_smem.index(stage))
+    for turn in range(STAGES, count // SHARES):
+        for share in gl.static_range(SHARES):
+            o_k, at = _at(begin, share, turn, part, FORM.launch.series) * BK, share * STAGES + stage
+            mbarrier.wait(free.index(at), phase)
+            _ask(codes, full, w_smem, at, which, line, o_k, True, FORM)
+            _load(d_x, [row, o_k], full.index(at), x_smem.index(at))
         stage += 1
         if stage == STAGES:
             stage = 0
             phase ^= 1
+
+
+@gluon.jit
+def _at(begin, share, turn, part, SERIES: gl.constexpr):
+    """Stage of a share's turn: of a series one takes parts 0 and 2, the other 1 and 3."""
+    place = begin + turn
+    if SERIES > 1:
+        place += share * part
+    if SERIES == 4:
+        place += gl.where(turn >= part, part, 0)
+    return place
 
 
 @gluon.jit
@@ -295,7 +320,7 @@ def _words(step: int, warps: int, bits: int) -> Any:
 @gluon.jit
 def _products(OF: gl.constexpr, memory, place, out, FORM: gl.constexpr, PDL: gl.constexpr):
     """Products of the lines of a group of warps, the OF-th, which writes its part of out."""
-    codes, d_x, full, free, w_smem, x_smem = memory
+    codes, d_x, full, free, w_smem, x_smem, half_smem = memory
     which, line, row, begin, count = place
     table, weights, chosen, first, part, p_out, R, M = out
     dtype: gl.constexpr = d_x.dtype
@@ -311,12 +336,15 @@ def _products(OF: gl.constexpr, memory, place, out, FORM: gl.constexpr, PDL: gl.
     NESTED: gl.constexpr = FORM.nested
     FACTORS: gl.constexpr = FORM.factors
     ZEROS: gl.constexpr = FORM.zeros
-    STAGES: gl.constexpr = FORM.launch.stages
+    STAGES: gl.constexpr = FORM.launch.stages // (2 if SERIES > 1 else 1)
     WARPS: gl.constexpr = FORM.warps
     RING: gl.constexpr = FORM.launch.ring
+    PARTS: gl.constexpr = max(1, SERIES // 2)
+    SHARE: gl.constexpr = OF if SERIES > 1 else 0
+    TURNS: gl.constexpr = FORM.turns
     ASSEMBLY: gl.constexpr = FORM.assembly
     STEPS: gl.constexpr = BK // STEP
-    ALONE: gl.constexpr = BR > 64 or SERIES > 1 or RING  # one part of a sum: registers hold no more
+    ALONE: gl.constexpr = BR > 64 or RING  # one part of a sum: registers hold no more
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BR, 16])
     CODES: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     UNITS: gl.constexpr = _units(STEP, WARPS)
@@ -328,7 +356,9 @@ def _products(OF: gl.constexpr, memory, place, out, FORM: gl.constexpr, PDL: gl.
     TILES: gl.constexpr = BK * FORM.bits // 32 // WIDE
 
     p_scales, p_zeros, p_nested, p_factors, p_offset, p_bias, lines, columns, block = chosen
-    line += OF * (BM // GATES)
+    cut, at = count // SERIES, SHARE * STAGES
+    count = cut * PARTS
+    line += (OF - SHARE) * (BM // GATES)
     o_first = line // SIDE
     o_part = gl.arange(0, BM, gl.SliceLayout(1, SUMS))
     is_first = o_part < BM // GATES
@@ -337,8 +367,8 @@ def _products(OF: gl.constexpr, memory, place, out, FORM: gl.constexpr, PDL: gl.
     above, in_part = weights[GATES - 1], columns // SIDE
     if NESTED:  # codes are read two stages ahead, what they stand for one: each read would wait for the one before
         b_offset = _of_lines(p_offset, above.offset, o_scale * 0, is_first, GATES)
-        o_now = _places(o_scale, begin * BK, in_part, STEP, STEPS, GROUP)
-        o_soon = _places(o_scale, (begin + 1) * BK, in_part, STEP, STEPS, GROUP)
+        o_now = _places(o_scale, _at(begin, SHARE, 0, cut, SERIES) * BK, in_part, STEP, STEPS, GROUP)
+        o_soon = _places(o_scale, _at(begin, SHARE, 1, cut, SERIES) * BK, in_part, STEP, STEPS, GROUP)
         b_codes = _scale_codes(p_scales, above, o_now, is_first, GATES, STEPS)
         b_wide, b_factors = _opened(p_nested, p_factors, above, b_codes, o_now, is_first, GATES, STEPS, NESTED, FACTORS)
         b_codes = _scale_codes(p_scales, above, o_soon, is_first, GATES, STEPS)
@@ -362,79 +392,108 @@ def _products(OF: gl.constexpr, memory, place, out, FORM: gl.constexpr, PDL: gl.
         b_base = gl.inline_asm_elementwise(FORM.place, "=r,r", [b_unit], gl.int32, False, 1)
         b_base = b_base[None, None, :].broadcast_to([BM, STEP // 8, 4])
     b_unit = b_unit[None, None, :].broadcast_to([BM, STEP // 8, 4])
-    b_sum, b_half, b_first = b_none, b_none, b_none
+    b_sum = b_none
     if not GROUPED:
         b_line = _of_lines(p_scales, above.scales, o_mine // block, is_first, GATES)
     stage, phase, before = 0, 0, STAGES - 1
-    for i in gl.static_range(SERIES):
-        for turn in range(count // SERIES * i, count // SERIES * (i + 1)):
+    for i in gl.static_range(PARTS):
+        for pair in range(count // PARTS // TURNS * i, count // PARTS // TURNS * (i + 1)):
             b_scales, b_parts = (), ()
-            if NESTED:
+            for j in gl.static_range(TURNS):
+                turn = pair * TURNS + j
+                o_turn = _at(begin, SHARE, turn, cut, SERIES)
+                if NESTED:
+                    for u in gl.static_range(STEPS):
+                        b_new = _times(b_wide[u], b_factors[u if FACTORS > 1 else 0]) + b_offset
+                        b_scales += (b_new,)  # type: ignore[assignment]  # unrolled
+                    o_soon = _places(
+                        o_scale, _at(begin, SHARE, turn + 1, cut, SERIES) * BK, in_part, STEP, STEPS, GROUP
+                    )
+                    b_wide, b_factors = _opened(
+                        p_nested, p_factors, above, b_codes, o_soon, is_first, GATES, STEPS, NESTED, FACTORS
+                    )
+                    o_later = _places(
+                        o_scale, _at(begin, SHARE, turn + 2, cut, SERIES) * BK, in_part, STEP, STEPS, GROUP
+                    )
+                    b_codes = _scale_codes(p_scales, above, o_later, is_first, GATES, STEPS)
+                elif GROUPED:
+                    o_places = _places(o_scale, o_turn * BK, in_part, STEP, STEPS, GROUP)
+                    for u in gl.static_range(STEPS):
+                        b_new = _of_lines(p_scales, above.scales, o_places[u], is_first, GATES)
+                        b_scales += (b_new,)  # type: ignore[assignment]  # unrolled
+                mbarrier.wait(full.index(at + stage), phase)
+                if not RING:  # the products of the stage before are done: its place is free
+                    if WARPS > 4:  # in both groups of warps
+                        barrier()
+                    o_next, wanted = turn - 1 + STAGES, (turn > 0) & (turn - 1 + STAGES < count)
+                    o_k = (begin + o_next) * BK
+                    _ask(codes, full, w_smem, before, which, line, o_k, wanted, FORM)
+                    _load(d_x, [row, o_k], full.index(before), x_smem.index(before), wanted)
                 for u in gl.static_range(STEPS):
-                    b_new = _times(b_wide[u], b_factors[u if FACTORS > 1 else 0]) + b_offset
-                    b_scales += (b_new,)  # type: ignore[assignment]  # unrolled
-                k_soon = (begin + turn + 1) * BK
-                o_soon = _places(o_scale, k_soon, in_part, STEP, STEPS, GROUP)
-                b_wide, b_factors = _opened(
-                    p_nested, p_factors, above, b_codes, o_soon, is_first, GATES, STEPS, NESTED, FACTORS
-                )
-                o_later = _places(o_scale, k_soon + BK, in_part, STEP, STEPS, GROUP)
-                b_codes = _scale_codes(p_scales, above, o_later, is_first, GATES, STEPS)
-            elif GROUPED:
-                o_places = _places(o_scale, (begin + turn) * BK, in_part, STEP, STEPS, GROUP)
-                for u in gl.static_range(STEPS):
-                    b_new = _of_lines(p_scales, above.scales, o_places[u], is_first, GATES)
-                    b_scales += (b_new,)  # type: ignore[assignment]  # unrolled
-            mbarrier.wait(full.index(stage), phase)
-            if not RING:  # the products of the stage before are done: its place is free
-                if WARPS > 4:  # in both groups of warps
+                    b_x = x_smem.index(at + stage).slice(u * STEP, STEP, dim=1).permute((1, 0))
+                    b_beside = None
+                    if table is not None:
+                        b_beside = b_base
+                    elif ZEROS:
+                        o_group = gl.minimum((o_turn * BK + u * STEP) // GROUP, columns // SIDE - 1) + o_zero
+                        b_zero = _zeros(p_zeros, above.zeros, o_group, o_shift, is_first_zero, GATES, dtype)
+                        b_beside = gl.expand_dims(gl.expand_dims(b_zero, 1), 2).broadcast_to([BM, STEP // 8, 4])
+                    o_tile = ((at + stage) * FORM.groups + OF % FORM.groups) * TILES + u * WORDS.shape[1] // WIDE
+                    codes_smem = w_smem.index(o_tile).slice(u * WORDS.shape[1] % WIDE, WORDS.shape[1], dim=1)
+                    b_w = _numbers(codes_smem, b_beside, b_unit, FORM.bits, WORDS, UNITS, CODES, ASSEMBLY, dtype)
+                    if GROUPED:
+                        if ALONE and j + u > 0:
+                            b_part = mma_wait(0, deps=(b_parts[j * STEPS + u - 1],))
+                            b_sum = _fma(b_part, b_scales[j * STEPS + u - 1][:, None], b_sum)
+                        if j > 0 and u == 0:
+                            barrier()  # all warps of the group have read
+                            mbarrier.arrive(free.index(at + before))
+                        b_parts += (mma(b_w, b_x, b_none, use_acc=False, is_async=True),)  # type: ignore[assignment]
+                        if not ALONE and u > 0:
+                            b_sum = _fma(mma_wait(1, deps=(b_parts[u - 1],)), b_scales[u - 1][:, None], b_sum)
+                    else:
+                        b_sum = mma(b_w, b_x, b_sum, is_async=True)
+                if not GROUPED and j > 0:
+                    b_sum = mma_wait(STEPS, deps=(b_sum,))
                     barrier()
-                o_next, wanted = turn - 1 + STAGES, (turn > 0) & (turn - 1 + STAGES < count)
-                o_k = (begin + o_next) * BK
-                _ask(codes, full, w_smem, before, which, line, o_k, wanted, FORM)
-                _load(d_x, [row, o_k], full.index(before), x_smem.index(before), wanted)
-            for u in gl.static_range(STEPS):
-                b_x = x_smem.index(stage).slice(u * STEP, STEP, dim=1).permute((1, 0))
-                b_beside = None
-                if table is not None:
-                    b_beside = b_base
-                elif ZEROS:
-                    o_group = gl.minimum(((begin + turn) * BK + u * STEP) // GROUP, columns // SIDE - 1) + o_zero
-                    b_zero = _zeros(p_zeros, above.zeros, o_group, o_shift, is_first_zero, GATES, dtype)
-                    b_beside = gl.expand_dims(gl.expand_dims(b_zero, 1), 2).broadcast_to([BM, STEP // 8, 4])
-                tile_smem = w_smem.index((stage * FORM.groups + OF) * TILES + u * WORDS.shape[1] // WIDE)
-                codes_smem = tile_smem.slice(u * WORDS.shape[1] % WIDE, WORDS.shape[1], dim=1)
-                b_w = _numbers(codes_smem, b_beside, b_unit, FORM.bits, WORDS, UNITS, CODES, ASSEMBLY, dtype)
-                if GROUPED:
-                    if ALONE and u > 0:
-                        b_sum = _fma(mma_wait(0, deps=(b_parts[u - 1],)), b_scales[u - 1][:, None], b_sum)
-                    b_parts += (mma(b_w, b_x, b_none, use_acc=False, is_async=True),)  # type: ignore[assignment]
-                    if not ALONE and u > 0:
-                        b_sum = _fma(mma_wait(1, deps=(b_parts[u - 1],)), b_scales[u - 1][:, None], b_sum)
-                else:
-                    b_sum = mma(b_w, b_x, b_sum, is_async=True)
-            if GROUPED:
-                b_sum = _fma(mma_wait(0, deps=(b_parts[STEPS - 1],)), b_scales[STEPS - 1][:, None], b_sum)
-            else:
-                b_sum = mma_wait(0, deps=(b_sum,))
-            if RING:
-                barrier()  # all warps of the group have read
-                mbarrier.arrive(free.index(stage))
-            before = stage
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
+                    mbarrier.arrive(free.index(at + before))
+                if j == TURNS - 1:
+                    if GROUPED:
+                        b_part = mma_wait(0, deps=(b_parts[TURNS * STEPS - 1],))
+                        b_sum = _fma(b_part, b_scales[TURNS * STEPS - 1][:, None], b_sum)
+                    else:
+                        b_sum = mma_wait(0, deps=(b_sum,))
+                    if RING:
+                        barrier()
+                        mbarrier.arrive(free.index(at + stage))
+                before = stage
+                stage += 1
+                if stage == STAGES:
+                    stage = 0
+                    phase ^= 1
         if not GROUPED:
             b_sum = _times(b_sum, b_line[:, None])
-        if SERIES > 1:
-            b_half = b_half + b_sum if i % 2 else b_sum
-            if i == 1:
-                b_first = b_half
+        if PARTS == 2 and i == 0:
+            if SHARE == 1:
+                half_smem.store(b_sum)
+                barrier()
+                mbarrier.arrive(free.index(2 * STAGES))
+            else:
+                mbarrier.wait(free.index(2 * STAGES), 0)
+                half_smem.store(b_sum + half_smem.load(SUMS))
             b_sum = b_none
     barrier()  # as in kernels/linear/hopper.py
-    if SERIES > 1:
-        b_sum = b_half if SERIES == 2 else b_first + b_half
+    if SERIES > 1:  # one share's sum lies where its rows were
+        sums = _as(x_smem.index(STAGES), gl.float32, [BM, BR], KEPT)
+        if SHARE == 1:
+            sums.store(b_sum)
+            barrier()
+            mbarrier.arrive(free.index(2 * STAGES + 1))
+            return
+        mbarrier.wait(free.index(2 * STAGES + 1), 0)
+        b_sum = b_sum + sums.load(SUMS)
+        if PARTS == 2:
+            b_sum = half_smem.load(SUMS) + b_sum
     if SIDE > 1:
         b_sum = _joined(b_sum, SIDE, BM, BR, SUMS, OUT)
 
@@ -501,7 +560,9 @@ def _hopper_stored(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = full
     if FORM.launch.ring:
-        free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        free = gl.allocate_shared_memory(gl.int64, [STAGES + 2, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(STAGES, STAGES + 2):
+            mbarrier.init(free.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         if FORM.launch.ring:
@@ -510,7 +571,10 @@ def _hopper_stored(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     chosen = (p_scales, p_zeros, p_nested, p_factors, p_offset, p_bias, lines, columns, block)
-    memory = (codes, d_x, full, free, w_smem, x_smem)
+    half_smem = full
+    if FORM.launch.series == 4:
+        half_smem = gl.allocate_shared_memory(gl.float32, [FORM.lines, FORM.launch.rows], KEPT)
+    memory = (codes, d_x, full, free, w_smem, x_smem, half_smem)
     place = (which, line, row, begin, count)
     out = (table, weights, chosen, first, part, p_out, R, M)
     if not FORM.launch.ring:
@@ -520,7 +584,7 @@ def _hopper_stored(
         _fill(table, FORM)
     if not FORM.launch.ring:
         _products(0, memory, place, out, FORM, PDL)
-    elif FORM.groups == 1:
+    elif FORM.groups == FORM.launch.series:
         gl.warp_specialize(
             [(_products, (0, memory, place, out, FORM, PDL)), (_load_ring, (memory, place, FORM, PDL))], [1], [24]
         )
@@ -570,17 +634,20 @@ def launch_of(weights: Sequence[StoredWeight], rows: int, gated: bool, apart: bo
     depth, that are left to a norm. They were found on an H200 for the shapes of a model of 8 billion weights, over
     weights that were not in the L2. How parts are summed changes no bit. As many programs stand side by side on a
     multiprocessor as there are: that hides more than stages do. More than SIDEWAYS rows take tiles that read rows half
-    as often. Nested scales have shorter stages, for the registers' sake."""
+    as often, but for parts in series whose lower tiles have a multiprocessor each. Nested scales have shorter stages,
+    for the registers' sake."""
     one, parts = weights[0], 1 if gated else min(map(parts_of, weights))
     bits, table, nested, cut = one.kind.bits, bool(one.kind.table), one.nested is not None, one.depth // parts
     side = parts if not apart and parts * rows <= SIDEWAYS else 1
     series = parts if not apart and side == 1 else 1
-    wide = min(TALLEST if series == 1 and step_of(one) > 32 else SIDEWAYS, max(8, 1 << (rows * side - 1).bit_length()))
-    tall, lined = wide > SIDEWAYS, min(one.block[1], one.depth) == one.depth
-    ring = tall or (table and side == series == 1 and wide > 16)
-    several = series == 1 and (tall or gated or not ring) if table else tall and lined and cut > SHALLOW
-    channels = 128 if several else 64
     lines = sum(weight.shape[0] for weight in weights) * side * (parts if apart else 1)
+    few = series > 1 and -(-lines // 64) * -(-rows // SIDEWAYS) <= MULTIPROCESSORS
+    tallest = SIDEWAYS if few or step_of(one) <= 32 else TALLEST
+    wide = min(tallest, max(8, 1 << (rows * side - 1).bit_length()))
+    tall, lined = wide > SIDEWAYS, min(one.block[1], one.depth) == one.depth
+    ring = tall or series > 1 or (table and side == 1 and wide > 16)
+    several = series == 1 and (tall or gated or not ring if table else tall and lined and cut > SHALLOW)
+    channels = 128 if several else 64
     programs = -(-lines // channels) * -(-rows * side // wide)
     here = 1 + (programs - 1) // MULTIPROCESSORS
     if ring or channels == 128:  # registers hold no more
@@ -595,6 +662,9 @@ def launch_of(weights: Sequence[StoredWeight], rows: int, gated: bool, apart: bo
     stage = depth * (channels * bits // 8 + 2 * wide)
     scratch = channels * wide * 2 if ring else 0  # for the change of layout of what is written
     stages = max(2, min((SHARED // here - TABLE * table - scratch) // stage, STAGES))
+    if series > 1:  # a stage for either half at least
+        kept = 4 * channels * wide * (series == 4)
+        stages = max(4, min((SHARED - TABLE * table - kept) // stage, 2 * STAGES) // 2 * 2)
     if table:  # else the launcher grants a program 48 KiB, this table among them
         stages = max(stages, (48 << 10) // stage + 1)
     return HopperLaunch(channels, depth, stages, stages, parts if apart else 1, wide, side, series, ring=ring)
@@ -625,7 +695,7 @@ def hopper_stored(
         operands.append(whole._replace(codes=None, groups=None, block_k=None, stride=None, ahead=None, first=None))
         tiles += -(-weight.shape[0] // lines)
     rows_of_parts = x if side == 1 else x.view(rows * side, -1)
-    steps = launch.depth // step
+    steps, cut = launch.depth // step, launch.parts * launch.series
     # Scales of a stage's steps share a factor where stages begin at whole multiples of so many scales.
     shared = one.nested is not None and one.nested.block % steps == 0 and group == step
     shared = shared and all(weight.scales.shape[1] % (side * steps) == 0 for weight in weights)
@@ -643,6 +713,9 @@ def hopper_stored(
         zeros=one.zeros is not None,
         nested=0 if one.nested is None else one.nested.block,
         factors=1 if shared else steps,
+        turns=TURNS
+        if launch.ring and steps == 1 and launch.rows <= SIDEWAYS and depth % (2 * cut * launch.depth) == 0
+        else 1,
         bias=biases[0] is not None,
         apart=out.dtype == torch.float32,
         alpha=(kind or SILU).alpha,
@@ -660,7 +733,7 @@ def hopper_stored(
         pair_table(one.kind, x.dtype, x.device) if one.kind.table else None,
         FORM=form,
         num_warps=form.warps,
-        maxnreg=128 if launch.ring and form.groups == 1 else None,
+        maxnreg=128 if launch.ring and form.groups == launch.series else None,
         **dependent(x.device),
     )
 
@@ -682,6 +755,7 @@ class HopperForm:
     zeros: bool
     nested: int
     factors: int
+    turns: int
     bias: bool
     apart: bool
     alpha: float

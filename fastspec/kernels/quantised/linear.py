@@ -36,8 +36,9 @@ from fastspec.kernels.quantised.reference import Codes, Numbers, StoredWeight
 
 TALLEST = 64
 """Rows of a tile."""
-FEW_ROWS, MOST_ROWS = 8, 256
-"""Rows times parts above which parts are left to the norm behind a product, and rows up to which."""
+FEW_ROWS, MOST_ROWS, SHORT = 8, 256, 4096
+"""Rows times parts above which parts are left to the norm behind a product, rows up to which, and the depth up to which
+it is only up to the rows of a low tile."""
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 UNSIGNED = tl.constexpr(int(Numbers.UNSIGNED))
@@ -416,7 +417,8 @@ def linear_parts(x: Tensor, weights: Sequence[StoredWeight], biases: Sequence[Te
     rows = min(served(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
     flat = x.reshape(rows, -1) if rows else x
     parts = min(map(parts_of, weights)) if rows and all(takes(flat, weight) for weight in weights) else 1
-    most = MOST_ROWS if len(weights) == 1 else SIDEWAYS // parts
+    most = SIDEWAYS if weights[0].depth <= SHORT else MOST_ROWS
+    most = most if len(weights) == 1 else SIDEWAYS // parts
     forms = {StoredForm.of(weight, None) for weight in weights}
     if parts == 1 or len(forms) > 1 or any(bias is not None for bias in biases) or not FEW_ROWS / parts < rows <= most:
         return linear(x, weights[0], biases[0]) if len(weights) == 1 else linears(x, weights, biases)
