@@ -58,7 +58,7 @@ class Reader:
 class Told:
     """A drafter that keeps how it was begun with."""
 
-    moves = False
+    moves = resumes = False
 
     def __init__(self) -> None:
         self.log: list[Any] = []
