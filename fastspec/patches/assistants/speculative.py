@@ -26,7 +26,7 @@ from fastspec.generation.ops import Ops
 from fastspec.generation.stats import Stats
 from fastspec.generation.target import Source, Target
 from fastspec.patches.assistants.gemma4_assistant import is_assistant
-from fastspec.patches.hf.compat import device_of, dtype_of, unpack_weights
+from fastspec.patches.hf.compat import device_of, dtype_of, every_module, unpack_weights
 from fastspec.patches.hf.config_fields import recurrent_layers, table_rows
 from fastspec.patches.hf.ends import listed
 from fastspec.patches.hf.factory import language_model
@@ -172,7 +172,8 @@ def read_parameters(model: Any) -> list[nn.Parameter]:
     decoder = model.get_decoder() if model.config.is_encoder_decoder else model
     embedding, head = decoder.get_input_embeddings(), model.get_output_embeddings()
     parts = [part for part in (decoder, head) if part is not None]
-    whole = {id(p): p for part in parts for p in part.parameters()}
+    modules = [module for part in parts for module in every_module(part)]
+    whole = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
     if head is None:  # a class of another's, which may tie it to the embedding
         return list(whole.values())
     looked_up = {id(p) for p in embedding.parameters()} - {id(p) for p in head.parameters()}
