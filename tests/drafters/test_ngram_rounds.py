@@ -21,6 +21,8 @@ from fastspec.generation.drafters.nasd import NasdDecoding, NasdDrafter, grow, s
 from fastspec.generation.drafters.policy import COSTS, SMOLLM2_BYTES, MeasuredCosts
 from fastspec.generation.drafters.recurrence import STREAKS
 from fastspec.generation.engine import batching
+from fastspec.generation.engine.engine import Engine
+from fastspec.generation.engine.round_program import RoundProgram
 from fastspec.generation.engine.schedule import GraphFromScore, WholeGraph
 from fastspec.patches.backends import ngram_counter
 from fastspec.patches.hf.model import HFModel
@@ -621,7 +623,7 @@ def test_rounds_that_were_heard_of_together_have_one_time(dear, monkeypatch):
     host.seconds += 0.018
     rule.ran(1, True, rounds=12)
     assert [*rule.times.spent[~1]] == [pytest.approx(1.5)] and rule.idle == 13
-    assert rule.left == pytest.approx(left + 13 * timed_drafts.SHARE)
+    assert rule.left == pytest.approx(left + 13 * timed_drafts.SHARE[0])
     rule.times.spent[8] = policy.deque([9.0])
     rule.ran(1, True, rounds=2 * timed_drafts.STALE)
     assert 8 not in rule.times.spent
@@ -667,3 +669,30 @@ def test_tokens_are_counted_while_rounds_without_drafts_run(dear, monkeypatch, h
     more = {"repetition_penalty": 1.1} if hosted else {}
     same((plain, model), "nasd", inputs, max_new_tokens=30, eos_token_id=NEVER, **more)
     assert len(worked) >= stats(model).rounds
+
+
+def test_what_is_heard_of_a_calls_first_rounds_does_not_hold_up_the_next(dear, monkeypatch):
+    """They are read one by one."""
+    stand_in(monkeypatch)
+    done = list[str]()
+    steps = {Engine: ("_step",), RoundProgram: ("meanwhile",), NasdDrafter: ("catch_up", "rests_on", "pause")}
+    for owner, names in steps.items():
+        for name in names:
+            former = getattr(owner, name)
+
+            def told(*given: Any, name: str = name, former: Any = former, **more: Any) -> Any:
+                done.append(name)
+                return former(*given, **more)
+
+            monkeypatch.setattr(owner, name, told)
+    model, ids = fastspec.patch(tiny_model(seed=3)), torch.tensor([[5, 6, 7, 8] * 4])
+    with monkeypatch.context() as never:
+        never.setattr(timed_drafts.TimedDrafts, "pays", lambda self, going, following=False: 0.0)
+        options = {"assistant": "nasd", "max_new_tokens": 30, "do_sample": False, "eos_token_id": NEVER}
+        model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    first = " ".join(done).split("_step")[: batching.ASYNCHRONOUS_AFTER]
+    assert [each.split() for each in first] == [
+        ["pause"],
+        ["meanwhile"],
+        *[["meanwhile", "catch_up", "rests_on"]] * (batching.ASYNCHRONOUS_AFTER - 2),
+    ]

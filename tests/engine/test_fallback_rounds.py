@@ -73,6 +73,16 @@ def test_a_drafter_rests_on_before_the_last_of_its_rounds():
     assert left == [2, 2, 2, 1] and not drafter.rests and not drafter.pauses
 
 
+def test_a_drafter_may_rest_on_while_the_last_of_its_rounds_runs():
+    fallback, drafter, on = Fallback(CPU), Pausing(1, 0, rests=[True, False]), state([True])
+    for left in (2, 1):
+        assert fallback.is_next(drafter, later=True) and fallback.left == 1  # type: ignore[arg-type]
+        fallback.extend(drafter)  # type: ignore[arg-type]
+        assert fallback.left == left
+        fallback.count(emitted(5), on)
+    assert fallback.is_next(drafter) is False and not drafter.pauses  # type: ignore[arg-type]
+
+
 def test_a_drafter_catches_up_with_every_rows_tokens_and_with_how_many_of_them_are_the_rows_own():
     """Rows that have ended, and rows that are padded, go on in the tensor but not in their counts."""
     fallback, drafter = Fallback(CPU), Pausing()

@@ -197,7 +197,7 @@ def test_n_grams_hear_whether_the_host_has_a_part_in_choosing_tokens(monkeypatch
         for number, hosted in ((0, False), (1, True), (0, False)):
             heard.clear()
             batch.submit(texts(5)[0], **asked(number)).result(60)
-            assert heard and set(heard) == {hosted}
+            assert len(heard) > 1 and set(heard[1:]) == {hosted}  # the first may be the last answer's last
 
 
 def test_n_grams_that_rest_beside_grammars_hear_of_many_rounds_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

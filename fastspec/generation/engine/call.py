@@ -168,14 +168,20 @@ class Fallback:
         """A call begins."""
         self.left, self.missed = 0, []
 
-    def is_next(self, drafter: Drafter | None) -> bool:
+    def is_next(self, drafter: Drafter | None, later: bool = False) -> bool:
         """True where the next round is such a round; the drafter is asked before every round that it may draft for, and
-        before the last of these, so that the rounds of a longer rest are asynchronous throughout."""
-        if self.left == 1 and drafter is not None:
-            self.left += drafter.rests_on()
+        before the last of these (`later`: while it runs), so that the rounds of a longer rest are asynchronous
+        throughout."""
+        if drafter is not None and not later:
+            self.extend(drafter)
         if not self.left and drafter is not None:
             self.left = drafter.pause()
         return self.left > 0
+
+    def extend(self, drafter: Drafter) -> None:
+        """Ask the drafter for more of these rounds where the next is the last of them."""
+        if self.left == 1:
+            self.left += drafter.rests_on()
 
     def count(self, emitted: list[list[int]], state: RoundState) -> None:
         """Take what such a round emitted."""
@@ -192,3 +198,14 @@ class Fallback:
             device = "cpu" if isinstance(drafter, HostDrafter) else self.device
             drafter.catch_up(torch.tensor(self.missed, device=device).T, self.counts)
             self.missed = []
+
+    def hear(self, drafter: Drafter | None) -> None:
+        """Show it to a drafter on the host that listens."""
+        if isinstance(drafter, HostDrafter) and (drafter.listens or self.left == 1):
+            self.tell(drafter)
+
+    def listen(self, drafter: HostDrafter) -> None:
+        """Let such a drafter hear, rest on, and count, while a round runs in which it has no part."""
+        self.hear(drafter)
+        self.extend(drafter)
+        drafter.work()

@@ -60,7 +60,7 @@ class Engine(Generic[TargetT]):
         """Rounds of which it keeps what the drafter has not read, but for one in flight."""
         self.main, self.plain, self.given = (self._program(each) for each in (drafter, self.resting, None))
         """The call's own rounds, those without its drafter, and those that verify a given text."""
-        self.plain.behind = drafter
+        self.fallback = Fallback(self.state.root.device)
         self.undrafted = self._undrafted()
         """Rounds that the drafter hears of and drafts nothing for, where it can."""
         self.drafts = True
@@ -84,7 +84,6 @@ class Engine(Generic[TargetT]):
         self.schedules: dict[tuple[RoundProgram, Place], Schedule] = {}
         self.place = Place.DEVICE
         """Place of the last round's verdict."""
-        self.fallback = Fallback(self.state.root.device)
         self.last: Round
         """Result of the last round."""
         self.entries: dict[int, tuple[TargetT, Drafter | None]] = {}
@@ -97,15 +96,18 @@ class Engine(Generic[TargetT]):
 
     @drafter.setter
     def drafter(self, drafter: Drafter | None) -> None:
-        self.main.drafter = self.plain.behind = drafter
+        self.main.drafter = drafter
         self.undrafted = self._undrafted()
 
     def _undrafted(self) -> RoundProgram | None:
-        drafter = self.drafter
+        drafter, self.plain.behind = self.drafter, None
+        if isinstance(drafter, HostDrafter):
+            self.plain.behind = partial(self.fallback.listen, drafter)
         if drafter is None or not drafter.observes_roots:
             return None
         program = self._program(RootsOnly(drafter, self.state.root))
-        program.behind = drafter
+        if isinstance(drafter, HostDrafter):
+            program.behind = drafter.work
         return program
 
     def profile(self, clock: Clock | None) -> None:
@@ -191,13 +193,17 @@ class Engine(Generic[TargetT]):
         if self.rests and self.undrafted is not None:
             self.settle()
             return self._step(self.undrafted, longest, stats, verifier, asynchronous)
-        if not self.fallback.is_next(self.current.drafter):
+        later = not (asynchronous or self.in_flight) and isinstance(self.drafter, HostDrafter)  # behind the launch
+        if not later:
+            self.fallback.hear(self.drafter)
+        if not self.fallback.is_next(self.current.drafter, later):
             return self._step(self.current, longest, stats, verifier, asynchronous)
         emitted = self._step(self.plain, longest, stats, verifier, asynchronous and self.fallback.left > 1)
         self.fallback.count(emitted, self.state)
-        hears = isinstance(self.drafter, HostDrafter) and (self.drafter.listens or self.fallback.left == 1)
-        if hears or not self.fallback.left:  # else the next round may be in flight
+        if not self.fallback.left:
             self.fallback.tell(self.drafter)
+        elif asynchronous:  # the next round may be in flight
+            self.fallback.hear(self.drafter)
         return emitted
 
     def _sized_step(
@@ -274,6 +280,7 @@ class Engine(Generic[TargetT]):
         """Other work comes before the next round, whose time says nothing then."""
         self.measured_from, self.leads = None, True
         if isinstance(self.drafter, HostDrafter):
+            self.fallback.hear(self.drafter)
             self.drafter.interrupt()
 
     def forget(self) -> None:
@@ -292,8 +299,9 @@ class Engine(Generic[TargetT]):
         self, program: RoundProgram, longest: int, stats: Stats, verifier: Verifier, asynchronous: bool
     ) -> Emitted:
         self.place = place_of(program, verifier)
-        if isinstance(self.drafter, HostDrafter):
-            self.drafter.hosted = self.place is not Place.DEVICE
+        if isinstance(self.drafter, HostDrafter) and self.drafter.hosted != (hosted := self.place is not Place.DEVICE):
+            self.fallback.hear(self.drafter)
+            self.drafter.hosted = hosted
         key = program, self.place
         schedule = self.schedules.get(key) or self.schedules.setdefault(key, schedule_of(program, verifier))
         self._leave(schedule)

@@ -125,8 +125,8 @@ class RoundProgram:
     ) -> None:
         self.target, self.drafter, self.ops, self.state = target, drafter, ops, state
         self.measures, self.pad_token = measures, pad_token
-        self.behind: Drafter | None = None
-        """Drafter that works while rounds run in which it has no part."""
+        self.behind: Callable[[], None] | None = None
+        """What is done while a round runs, in place of what its drafter has put off."""
         self.clock: Clock | None = None
         """Takes the phases of every round down where a profile is wanted."""
 
@@ -278,9 +278,10 @@ class RoundProgram:
 
     def meanwhile(self) -> None:
         """Let the drafter do what it has put off, while the device is busy."""
-        drafter = self.drafter if self.behind is None else self.behind
-        if isinstance(drafter, HostDrafter):
-            drafter.work()
+        if self.behind is not None:
+            self.behind()
+        elif isinstance(self.drafter, HostDrafter):
+            self.drafter.work()
 
     def observe_read(self, done: Round, emitted: list[list[int]], extent: int) -> list[list[int]]:
         """`observe` for a round of `with_digest` that the host has read -> what it emitted."""
