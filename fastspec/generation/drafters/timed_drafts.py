@@ -29,10 +29,11 @@ RESTS = 2
 UNHEARD, LONGEST = 4, 16
 """Rounds for each further row, and at the most, that a rest is longer by where the host has a part in choosing tokens:
 what else it does there holds up the device."""
-GRANTED, LENT, SHARE, SAVED, OWED = (1.5, 1.0), 1.0, 0.01, 4.0, 16.0
+GRANTED, LENT, SHARE, SAVED, OWED = (1.5, 1.0), 1.0, (0.01, 0.006), 4.0, 16.0
 """Target passes that drafts may lose at the start, of one row, for which a round with some is paid at the least, and of
 several, of which each loses more; those that a call's round with some may cost beyond; those that every round without
-adds, how many there are at most, and how many rounds without have to bring back at most."""
+adds, in a call of several rows less, how many there are at most, and how many rounds without have to bring back at
+most."""
 SLACK = 1.0
 """Target passes at the most that a round is taken to cost beyond what is known of its kind: others may hold it up."""
 BEGINS = 1.3, 1.5
@@ -65,9 +66,9 @@ class TimedDrafts:
         """Tokens over cost that drafts have to promise for rounds without any to end; True where a call ends with its
         last row."""
         self.left = GRANTED[1] if rows > 1 else max(GRANTED[0], min(map(prices.__getitem__, self.sizes), default=0.0))
-        self.lent, self.unseen = OWED, 0
-        """Target passes that drafts may lose, those that a round may cost beyond, and rounds with drafts before those
-        without are timed again."""
+        self.lent, self.share, self.unseen = OWED, SHARE[0], 0
+        """Target passes that drafts may lose, those that a round may cost beyond, those that a round without adds, and
+        rounds with drafts before those without are timed again."""
         self.idle = 0
         """Rounds since the last one with drafts."""
         self.hosted = False
@@ -78,8 +79,9 @@ class TimedDrafts:
 
     def begin_call(self) -> None:
         """The rows are a call's, which all begin now."""
-        self.unseen, self.begins, self.ends_at_once = EARLY, BEGINS[len(self.recurrence.cursors) > 1], True
-        self.lent = LENT
+        several = len(self.recurrence.cursors) > 1
+        self.begins, self.share, self.lent = BEGINS[several], SHARE[several], LENT
+        self.unseen, self.ends_at_once = EARLY, True
 
     def spent(self, kind: int) -> float | None:
         """Milliseconds of a round of this kind; None where too few have run."""
@@ -129,7 +131,7 @@ class TimedDrafts:
                 self.times.forget(size)
                 self.times.forget(~size)
         if kind == 1 and not waited:
-            self.left = min(SAVED, self.left + SHARE * rounds)
+            self.left = min(SAVED, self.left + self.share * rounds)
             return
         cost, plain = self.wait if kind == 1 else self.price(kind), self.spent(1)
         if spent is not None and plain is not None and made == self.made:
