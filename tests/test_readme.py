@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,6 +71,17 @@ def equal(**wanted: Any) -> str:
     return "{} of {}".format(*found)
 
 
+def all_equal() -> str:
+    """Answers of SmolLM2 in exact batches of 8 that are those of `autoregressive`, of how many."""
+    wanted = {"assistant": "eagle3", "batch": 8, "exact": True, "model": "smollm2-135m-instruct"}
+    found = rows("exact_h200.jsonl", **wanted)
+    return f"{sum(row['equal'] for row in found)} of {sum(row['answers'] for row in found)}"
+
+
+def median(file: str, method: str) -> float:
+    return statistics.median(row["tokens_per_second"] for row in rows(file, method=method))
+
+
 def claims(picture: Any) -> list[tuple[str, str]]:
     """The phrases of README that have numbers, as rows say them, each with the file of its rows; "" for versions."""
     real, beside, cpu = picture.PANELS
@@ -112,7 +124,10 @@ def claims(picture: Any) -> list[tuple[str, str]]:
         (f"{found['adapter'] + found['generic']} gave equal tokens", sweep.RESULTS.name),
         (f"{found['refused']} are refused by name, {found['wrong'] or 'none'} differed", sweep.RESULTS.name),
         (f"{found['untried']} were not tried", sweep.RESULTS.name),
-        (f"{equal(exact=True)} with eagle3 on an H100, {equal(exact=False)} without", "exact_h100.jsonl"),
+        (f"{equal(exact=True)} on an H100, {equal(exact=False)} without", "exact_h100.jsonl"),
+        (f"SmolLM2's {all_equal()} with eagle3 on an H200", "exact_h200.jsonl"),
+        (f"prompt lookup makes {picture.number(median(beside.rows, 'prompt-lookup'))}", beside.rows),
+        (f"assisted generation makes {picture.number(median(cpu.rows, 'assisted'))}", cpu.rows),
         (f"{texts:,} texts", "distribution_h200.jsonl"),
     ]
 
