@@ -595,7 +595,24 @@ def test_a_rest_is_heard_of_at_its_end_where_the_host_chooses_tokens_of_many_row
         assert drafter.rests_on() == 1 and drafter.listens  # one row goes on
 
 
-def test_tokens_of_a_rest_are_held_against_the_storage_before_they_are_counted(dear):
+def test_rounds_without_drafts_that_it_was_not_asked_for_are_counted(dear):
+    """As those of an open batch are while no row takes drafts."""
+    drafter = drafter_of(2, [3, 4, 5])
+    for token in range(6, 106):
+        told(drafter, token)
+    assert backlog(drafter) == 2 and not any(drafter.fresh[0][1:])
+
+
+def test_rows_that_a_pass_leaves_no_time_for_are_counted_in_the_next(dear):
+    drafter, drafter.counter = drafter_of(2, [*range(3, 103)]), ngram_counter()
+    drafter.unread[1].popleft()
+    drafter.quota = 100 + nasd.BATCHED // 2
+    for left in (100, 0):
+        drafter.work()
+        assert backlog(drafter) == left
+
+
+def test_tokens_of_a_rest_are_held_against_the_storage_before_they_are_counted(dear, monkeypatch):
     """The last ones: those before say nothing of how the text goes on."""
     drafter, more = drafter_of(1, [5, 6, 7, 8, 9] * 4), [5, 6, 7, 8, 9] * 4
     told(drafter, 5)
@@ -603,14 +620,18 @@ def test_tokens_of_a_rest_are_held_against_the_storage_before_they_are_counted(d
     drafter.work()
     drafter.catch_up(torch.tensor([more[1:]]), [19])
     assert drafter.fresh[0] == more[1:] and len(drafter.unread[0]) == 19 and drafter.roots == [9]
+    seen, hear = sum(drafter.rule.recurrence.seen), drafter.rule.hear
+
+    def heard(*given: Any) -> bool:
+        assert len(drafter.unread[0]) == 19  # a guess from its own count would say nothing
+        return hear(*given)
+
+    monkeypatch.setattr(drafter.rule, "hear", heard)
     drafter.work()
-    assert len(drafter.unread[0]) == 19  # a guess from its own count would say nothing
-    seen = sum(drafter.rule.recurrence.seen)
-    assert not drafter.rests_on() and not drafter.fresh[0]
+    assert not drafter.unread[0] and not drafter.fresh[0]
     assert sum(drafter.rule.recurrence.seen) == seen + STREAKS
     assert drafter.rule.recurrence.streaks == [STREAKS - 1]
-    drafter.work()
-    assert not drafter.unread[0]
+    assert not drafter.rests_on()
     assert drafter.pause() == 0 and drafter.propose(0).tokens[0, :3].tolist() == [9, 5, 6]
 
 

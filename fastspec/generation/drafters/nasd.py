@@ -311,7 +311,6 @@ class NasdDrafter(HostDrafter):
 
     def _foretell(self) -> None:
         """Learn from new tokens of the rows whether they were those that their storages have next."""
-        self.counted = False
         for row, tokens in enumerate(self.fresh):
             known = not tokens or self.rule.hear(row, self.storages[row], tokens)
             if not known and len(self.unread[row]) - len(tokens) <= LAG:
@@ -332,20 +331,21 @@ class NasdDrafter(HostDrafter):
             self.work(all_of_it=True)
 
     def work(self, all_of_it: bool = False) -> None:
-        """Count what was put off and is not `fresh`; without drafts, of rows that have enough of it for a counter."""
+        """Count what was put off, once `rule` has heard it; without drafts, of rows that have enough of it for a
+        counter."""
         if self.counted and not all_of_it:
             return
+        self._foretell()
         left = sum(map(len, self.unread)) if all_of_it or self.quota is None else self.quota
         least = 1 if all_of_it or self.counter is None or self.growths is not None else BATCHED
-        rows = enumerate(zip(self.unread, self.fresh, strict=True))
-        put_off = [(len(unread) - (0 if all_of_it else len(fresh)), row) for row, (unread, fresh) in rows]
+        put_off = [(len(unread), row) for row, unread in enumerate(self.unread)]
         for most, row in sorted(each for each in put_off if each[0] >= least):
             unread, count = self.unread[row], min(left, most)
             if count >= least:
                 steps = [unread.popleft() for _ in range(count)]
                 self.cursors[row] = self._feed(self.storages[row], self.cursors[row], steps)
                 left -= count
-        self.counted = left > 0
+        self.counted = left >= least
 
     def _feed(self, storage: Storage, cursor: Cursor, steps: Sequence[tuple[int, Sequence[int]]]) -> Cursor:
         """Count tokens, with the target's likeliest ones beside each -> the cursor after them."""
