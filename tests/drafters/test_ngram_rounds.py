@@ -17,10 +17,12 @@ from helpers.models import tiny_model
 
 import fastspec
 from fastspec.generation.drafters import nasd, policy, timed_drafts
+from fastspec.generation.drafters.base import Place
 from fastspec.generation.drafters.nasd import NasdDecoding, NasdDrafter, grow, spread, storage_of
 from fastspec.generation.drafters.policy import COSTS, SMOLLM2_BYTES, MeasuredCosts
 from fastspec.generation.drafters.recurrence import STREAKS
-from fastspec.generation.engine import batching
+from fastspec.generation.drafters.timed_drafts import TimedDrafts
+from fastspec.generation.engine import batching, engine
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.engine.round_program import RoundProgram
 from fastspec.generation.engine.schedule import GraphFromScore, WholeGraph
@@ -581,6 +583,52 @@ def test_a_clock_decides_in_calls_where_no_size_changes_a_bit(monkeypatch, exact
         made.clear()
         model.generate(ids, do_sample=sample, max_new_tokens=4, pad_token_id=0, assistant=assistant)
         assert {(each.timed, each.ends_at_once) for each in made} == {(exact and not sample, at_once)}
+
+
+def test_rounds_that_are_heard_of_behind_the_next_launch_take_as_long_as_they_did(dear, monkeypatch):
+    """Of a call that asks for scores, whose rounds are read one by one, and whose rests are short: a millisecond to
+    launch each, and one until its tokens come."""
+    stand_in(monkeypatch)
+    host, ops, made, drafter = Host(), PatchSession.ops, [], NasdDecoding.drafter
+    monkeypatch.setattr(policy, "time", host)
+    monkeypatch.setattr(PatchSession, "ops", lambda *given: replace(ops(*given), exact=True))
+    monkeypatch.setattr(NasdDecoding, "drafter", lambda *one, **more: made.append(drafter(*one, **more)) or made[-1])
+    monkeypatch.setattr(timed_drafts.TimedDrafts, "pays", lambda self, going, following=False: 99.0 * following)
+    for name, before in (("open", True), ("meanwhile", False)):
+        former = getattr(RoundProgram, name)
+
+        def slow(*given: Any, former: Any = former, before: bool = before) -> Any:
+            host.seconds += 0.001 * before
+            found = former(*given)
+            host.seconds += 0.001 * (not before)
+            return found
+
+        monkeypatch.setattr(RoundProgram, name, slow)
+    model, ids = fastspec.patch(tiny_model(seed=3)), torch.tensor([[5, 6, 7, 8] * 4])
+    options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": NEVER, "return_dict_in_generate": True}
+    model.generate(ids, attention_mask=torch.ones_like(ids), assistant="nasd", output_scores=True, **options)
+    assert [*made[0].rule.times.spent[1]] == pytest.approx([2.0] * policy.LAST_TIMES)
+
+
+def test_a_rest_that_the_host_had_a_part_in_is_timed_as_such(dear, monkeypatch):
+    """Of an open batch whose last prompt with a grammar ends in the middle of it."""
+    stand_in(monkeypatch)
+    found, place_of, places, ran = [], engine.place_of, cycle([Place.HOST] * 30 + [Place.DEVICE] * 9), TimedDrafts.ran
+    monkeypatch.setattr(
+        engine, "place_of", lambda *given: found.append(next(places)) or (place_of(*given), found[-1])[1]
+    )
+    monkeypatch.setattr(TimedDrafts, "pays", lambda self, going, following=False: 0.0)
+    told = list[bool]()
+
+    def noted(self: Any, kind: int, hosted: bool, gained: float = 0.0, rounds: int = 1) -> None:
+        told.extend([hosted] * rounds)
+        ran(self, kind, hosted, gained, rounds)
+
+    monkeypatch.setattr(TimedDrafts, "ran", noted)
+    model, ids = fastspec.patch(tiny_model(seed=3)), torch.tensor([[5, 6, 7, 8] * 4] * 8)
+    options = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": NEVER, "pad_token_id": 0}
+    model.generate(ids, attention_mask=torch.ones_like(ids), assistant="nasd", **options)
+    assert told == [place is Place.HOST for place in found] and found.count(Place.HOST) > 30
 
 
 def test_a_rest_is_heard_of_at_its_end_where_the_host_chooses_tokens_of_many_rows(dear):

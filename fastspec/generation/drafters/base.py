@@ -296,6 +296,9 @@ class HostDrafter(Drafter):
     def work(self) -> None:
         """Work that can wait until a pass was launched, and is done while the device is busy."""
 
+    def come(self) -> None:
+        """The tokens of a round have come, of which it hears later."""
+
     def interrupt(self) -> None:
         """Other work comes before the next round."""
 

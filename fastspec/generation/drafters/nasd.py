@@ -355,6 +355,9 @@ class NasdDrafter(HostDrafter):
             cursor = storage.feed(cursor, token, fillers)
         return cursor
 
+    def come(self) -> None:
+        self.rule.times.come()
+
     def interrupt(self) -> None:
         self.rule.times.leave()
 

@@ -114,20 +114,26 @@ class RoundTimes:
         self.spent: dict[int, deque[float]] = {}
         self.ended: float | None = None
         """Second in which the tokens of the last round came; None where other work has come since."""
+        self.came: float | None = None
+        """The same of a round that is taken later."""
+
+    def come(self) -> None:
+        """The tokens of a round have come, which is taken later."""
+        self.came = time.perf_counter()
 
     def take(self, kind: int | None, rounds: int = 1) -> float | None:
         """The tokens of a round, or of so many, have come; None: of one whose time says nothing of others -> the
         milliseconds of one, None where other work came before it."""
-        now = time.perf_counter()
+        now = time.perf_counter() if self.came is None else self.came
         spent = None if self.ended is None else 1e3 * (now - self.ended) / rounds
         if spent is not None and kind is not None:
             self.spent.setdefault(kind, deque(maxlen=LAST_TIMES)).append(spent)
-        self.ended = now
+        self.ended, self.came = now, None
         return spent
 
     def leave(self) -> None:
         """Other work comes before the next round."""
-        self.ended = None
+        self.ended = self.came = None
 
     def forget(self, kind: int) -> None:
         """Rounds of a kind take another time by now."""

@@ -200,6 +200,8 @@ class Engine(Generic[TargetT]):
             return self._step(self.current, longest, stats, verifier, asynchronous)
         emitted = self._step(self.plain, longest, stats, verifier, asynchronous and self.fallback.left > 1)
         self.fallback.count(emitted, self.state)
+        if isinstance(self.drafter, HostDrafter):
+            self.drafter.come()
         if not self.fallback.left:
             self.fallback.tell(self.drafter)
         elif asynchronous:  # the next round may be in flight
@@ -300,7 +302,7 @@ class Engine(Generic[TargetT]):
     ) -> Emitted:
         self.place = place_of(program, verifier)
         if isinstance(self.drafter, HostDrafter) and self.drafter.hosted != (hosted := self.place is not Place.DEVICE):
-            self.fallback.hear(self.drafter)
+            self.fallback.tell(self.drafter)
             self.drafter.hosted = hosted
         key = program, self.place
         schedule = self.schedules.get(key) or self.schedules.setdefault(key, schedule_of(program, verifier))
