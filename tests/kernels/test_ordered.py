@@ -230,6 +230,15 @@ def test_products_are_torchs(device, rows, channels, depth, bias):
 
 
 @ON_CUDA
+@pytest.mark.parametrize(("rows", "channels", "depth"), [(200, 13000, 72), (300, 12320, 64), (512, 6200, 1032)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_of_several_tiles_a_program_are_torchs(device, rows, channels, depth, bias):
+    """Of fewer steps than stages, and of more; the last tiles are not whole."""
+    assert all(products.hopper_launch(rows, channels * (2 - gated), depth, gated).ring for gated in (False, True))
+    test_products_are_torchs(device, rows, channels, depth, bias)
+
+
+@ON_CUDA
 @HALVES
 @pytest.mark.parametrize(
     ("channels", "depth"),

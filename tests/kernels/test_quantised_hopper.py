@@ -53,7 +53,17 @@ def numbers(weight: reference.StoredWeight, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "channels, depth, parts",
-    [(328, 2048, 4), (328, 8192, 4), (40, 2048, 4), (200, 768, 2), (8256, 256, 1), (8256, 640, 1), (8256, 1280, 1)],
+    [
+        (328, 2048, 4),
+        (328, 8192, 4),
+        (40, 2048, 4),
+        (200, 768, 2),
+        (8136, 1024, 4),  # more than 64 rows take tall tiles in series
+        (8136, 768, 2),
+        (8256, 256, 1),
+        (8256, 640, 1),
+        (8256, 1280, 1),
+    ],
 )
 def test_every_way_gives_the_same_bits(layout, channels, depth, parts, dtype):
     torch.manual_seed(0)
