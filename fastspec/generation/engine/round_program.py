@@ -126,7 +126,7 @@ class RoundProgram:
         self.target, self.drafter, self.ops, self.state = target, drafter, ops, state
         self.measures, self.pad_token = measures, pad_token
         self.behind: Callable[[], None] | None = None
-        """What is done while a round runs, in place of what its drafter has put off."""
+        """Callback that runs beside a round, in place of what its drafter has put off."""
         self.clock: Clock | None = None
         """Takes the phases of every round down where a profile is wanted."""
 

@@ -35,7 +35,7 @@ class StopStrings(StopStringCriteria):
 
     def __init__(self, tokenizer: Any, strings: list[str]) -> None:
         super().__init__(tokenizer, strings)
-        STOP_STRING_EMBEDDING_CACHE.clear()  # it would keep eight of the whole tables
+        STOP_STRING_EMBEDDING_CACHE.popitem()  # the newest, this whole table
         self.embedding_vec, self.rows = self.embedding_vec.unique(dim=0, return_inverse=True)
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
