@@ -80,6 +80,11 @@ def asked(ids: Tensor, config: GenerationConfig, **more: Any) -> dict[str, Any]:
     return {"input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None], "generation_config": config, **more}
 
 
+def asked_by_name(ids: Tensor, settings: dict[str, Any], mask: bool) -> dict[str, Any]:
+    """The same, with settings as keywords, and without a mask where nothing says that all of it counts."""
+    return {"input_ids": ids[None], **({"attention_mask": torch.ones_like(ids)[None]} if mask else {}), **settings}
+
+
 def like(one: PreparedPrompt, other: PreparedPrompt) -> None:
     """Both are the same prompt."""
     assert torch.equal(one.ids, other.ids) and torch.equal(one.shown, other.shown)
@@ -112,6 +117,54 @@ def test_a_prompt_of_known_settings_is_what_generate_makes_of_it(
         mine = prepare(model, original, asked(ids, GenerationConfig.from_dict(config.to_dict())), 5, known)
         like(mine, prepare(model, Counted(model), asked(ids, config), 5))
     assert original.calls <= len(order)
+
+
+@given(
+    settings=st.lists(st.fixed_dictionaries(SETTLED, optional=OTHERS), min_size=1, max_size=3),
+    order=st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=6),
+    own=st.booleans(),
+)
+def test_a_prompt_of_known_keywords_is_what_generate_makes_of_it(
+    settings: list[dict[str, Any]], order: list[tuple[int, bool]], own: bool
+) -> None:
+    model = fastspec.patch(tiny_model())
+    known, original = SettingsCache(), Counted(model)
+    for step, (index, mask) in enumerate(order):
+        named = settings[index % len(settings)] | {"max_new_tokens": 2 + step}
+        config = {"generation_config": GenerationConfig(temperature=0.9, max_new_tokens=9)} if own else {}
+        given = asked_by_name(texts(3 + step, seed=step)[0], named, mask) | config
+        like(prepare(model, original, dict(given), 5, known), prepare(model, Counted(model), dict(given), 5))
+    assert original.calls <= len(order)
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_generate_prepares_keywords_once(mask: bool) -> None:
+    model = fastspec.patch(tiny_model())
+    known, original = SettingsCache(), Counted(model)
+    for count in (4, 9, 2):
+        given = asked_by_name(texts(count + 3)[0], {"max_new_tokens": count, "do_sample": False}, mask)
+        assert prepare(model, original, given, 1, known).limit == count
+    assert original.calls == 1 and len(known.known) == 1
+
+
+@pytest.mark.parametrize("where", ["call", "config", "model"])
+def test_a_prompt_without_a_mask_that_has_tokens_of_padding_is_prepared_anew(where: str) -> None:
+    model = fastspec.patch(tiny_model())
+    known, original = SettingsCache(), Counted(model)
+    ids = texts(6)[0]
+    pad = int(ids[0])
+    given: dict[str, Any] = {"max_new_tokens": 4, "eos_token_id": 90}
+    if where == "call":
+        given["pad_token_id"] = pad
+    elif where == "config":
+        given = {"generation_config": GenerationConfig(pad_token_id=pad, **given)}
+    else:
+        model.generation_config.pad_token_id = pad
+    for calls in (1, 2):
+        padded = prepare(model, original, {"input_ids": ids[None], **given}, 1, known)
+        assert original.calls == calls and padded.ids.shape[1] < len(ids) == padded.shown.shape[1]
+    whole = prepare(model, original, {"input_ids": ids[ids != pad][None], **given}, 1, known)
+    assert original.calls == 2 and torch.equal(whole.ids[0], ids[ids != pad])
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -154,7 +207,7 @@ def test_an_answer_of_no_tokens_is_refused_whatever_is_known(count: int) -> None
 def test_one_entry_of_equal_settings_is_kept_and_none_of_tensors() -> None:
     model = fastspec.patch(tiny_model())
     known, original = SettingsCache(), Counted(model)
-    for _ in range(3):  # without a mask none is found
+    for _ in range(3):
         prepare(
             model,
             original,
@@ -162,11 +215,11 @@ def test_one_entry_of_equal_settings_is_kept_and_none_of_tensors() -> None:
             1,
             known,
         )
-    assert len(known.known) == 1 and original.calls == 3
+    assert len(known.known) == 1 and original.calls == 1
     for _ in range(2):
         config = GenerationConfig(max_new_tokens=4, eos_token_id=torch.arange(7, 9))
         prepare(model, original, asked(texts(6)[0], config), 1, known)
-    assert len(known.known) == 1 and original.calls == 5
+    assert len(known.known) == 1 and original.calls == 3
 
 
 @pytest.mark.parametrize("where", ["generate", "instance", "class", "everywhere"])
@@ -265,9 +318,6 @@ def others() -> dict[str, Any]:
     def mask(model: Any, options: dict[str, Any]) -> None:
         options["attention_mask"][0, 0] = 0
 
-    def no_mask(model: Any, options: dict[str, Any]) -> None:
-        del options["attention_mask"]
-
     def own_method(model: Any, options: dict[str, Any]) -> None:
         model._get_stopping_criteria = MethodType(type(model)._get_stopping_criteria, model)
 
@@ -283,7 +333,7 @@ def others() -> dict[str, Any]:
     def width(model: Any, options: dict[str, Any]) -> None:
         options["input_ids"] = options["input_ids"].int()
 
-    return {each.__name__: each for each in (mask, no_mask, own_method, default, setting, option, width)}
+    return {each.__name__: each for each in (mask, own_method, default, setting, option, width)}
 
 
 @pytest.mark.parametrize("change", others())

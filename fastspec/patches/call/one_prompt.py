@@ -58,6 +58,8 @@ from fastspec.patches.hf.limits import dropped_spans, position_rows
 KEPT = 16
 GIVEN = frozenset({"input_ids", "generation_config", "attention_mask", "streamer", "tokenizer", "logits_processor"})
 """Arguments of `generate` that settings are kept beside; of processors a grammar is taken."""
+SETTINGS = frozenset(name for name in vars(GenerationConfig()) if name[0] != "_")
+"""Arguments that a generation_config has too."""
 METHODS = {
     name: getattr(GenerationMixin, name)
     for name, value in vars(GenerationMixin).items()
@@ -104,9 +106,12 @@ class SettingsCache:
         ids: Any
         mask: Any
         ids, mask = given.get("input_ids"), given.get("attention_mask")
-        if not all(isinstance(each, Tensor) and each.device.type == "cpu" for each in (ids, mask)):
+        tensors = (ids,) if mask is None else (ids, mask)
+        if not all(isinstance(each, Tensor) and each.device.type == "cpu" for each in tensors):
             return None
-        if ids.dtype != torch.long or ids.dim() != 2 or len(ids) != 1 or mask.shape != ids.shape or not mask.all():
+        if ids.dtype != torch.long or ids.dim() != 2 or len(ids) != 1:
+            return None
+        if _may_be_padded(model, given) if mask is None else mask.shape != ids.shape or not mask.all():
             return None
         asked = settings_of(model, original, given)
         for each in tuple(self.known):
@@ -122,18 +127,36 @@ class SettingsCache:
 
 def settings_of(model: Any, original: Any, given: dict[str, Any]) -> str | None:
     """Key of a call's settings without the answer's length, as text; None for a call whose are not kept."""
-    config: Any = given.get("generation_config")
-    configs = config, model.generation_config
-    if any(type(each) is not GenerationConfig for each in configs) or not given.keys() <= GIVEN:
+    config, own = given.get("generation_config"), model.generation_config
+    if any(type(each) is not GenerationConfig for each in (own, own if config is None else config)):
+        return None
+    if not given.keys() <= GIVEN | SETTINGS:
         return None
     processors = given.get("logits_processor") or ()
     if not isinstance(processors, (list, tuple)) or [type(each) for each in processors] not in ([], [Grammar]):
         return None
-    if type(config.max_new_tokens) is not int or config.max_new_tokens < 1 or not _is_transformers_own(model, original):
+    most = _most_new(given)
+    if type(most) is not int or most < 1 or not _is_transformers_own(model, original):
         return None
-    settings = {name: value for name, value in vars(config).items() if name != "max_new_tokens"}
-    asked = settings, vars(model.generation_config), len(processors)
+    named = {name: given[name] for name in sorted(given.keys() & SETTINGS)}
+    mine, named = (
+        {name: value for name, value in each.items() if name != "max_new_tokens"}
+        for each in ({} if config is None else vars(config), named)
+    )
+    asked = config is None, mine, named, vars(own), len(processors)
     return repr(asked) if _is_text(asked) else None
+
+
+def _most_new(given: dict[str, Any]) -> Any:
+    """The number of new tokens that a call asks for, at the most; None where it does not say."""
+    config = given.get("generation_config")
+    return given.get("max_new_tokens", None if config is None else config.max_new_tokens)
+
+
+def _may_be_padded(model: Any, given: dict[str, Any]) -> bool:
+    """True where a prompt without a mask has tokens that stand for padding."""
+    pads = [setting("pad_token_id", each, model.generation_config) for each in ({}, given)]
+    return any(type(pad) is not int or bool((given["input_ids"] == pad).any()) for pad in pads if pad is not None)
 
 
 def _is_transformers_own(model: Any, original: Any) -> bool:
@@ -326,7 +349,7 @@ def _again(settled: PreparedSettings, given: dict[str, Any], seed: int | None) -
     grammars = given.get("logits_processor") or ()
     constraint = GrammarState(grammars[0]) if grammars else None
     rule = replace(settled.rule, seed=_seed(settled.rule.sample, seed), constraint=constraint)
-    return PreparedPrompt(ids, ids, given["generation_config"].max_new_tokens, settled.ends, rule, streamer)
+    return PreparedPrompt(ids, ids, _most_new(given), settled.ends, rule, streamer)
 
 
 def _check_tokens(model: Any, ids: Tensor) -> None:
@@ -395,7 +418,7 @@ def prepare(
         refuse_holes(model, keep, 0, single.limit, dropped)
         refuse_seen_padding(model, keep, 0, None, config)
         refuse_dropped(model, None, 0, config, dropped)
-        fits = asked is not None and given["generation_config"].max_new_tokens == single.limit
+        fits = _most_new(given) == single.limit
         if known is not None and asked is not None and fits and settles(made.processors, made.criteria):
             rule = replace(single.rule, constraint=None)
             known.keep(PreparedSettings(asked, single.ends, rule, position_rows(model)))
