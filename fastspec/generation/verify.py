@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fastspec.generation.constraint import ConstrainedWalk, Held, Masks, nodes_of, raised, roots_of
+from fastspec.generation.constraint import ConstrainedWalk, Held, Masks, raised, roots_of
 from fastspec.generation.ops import Ops
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.kernels.verification.reference import SamplingSettings
@@ -70,7 +70,7 @@ def pick_allowed(
     The likeliest token of all needs no mask where it is allowed. The other nodes get theirs, one of each row at a time
     and all rows together. `failed` takes what a row's constraint raises.
     """
-    (tokens, parents), chosen = nodes_of(tree), picks.tolist()
+    tokens, parents, chosen = torch.stack((tree.tokens, tree.parents, picks)).tolist()  # one wait for the device
     going = [ConstrainedWalk(*each) for each in held]
     while going:
         waiting: list[ConstrainedWalk] = []
