@@ -13,6 +13,7 @@ from torch import nn
 
 from fastspec.cascade.config import Cascade
 from fastspec.config import (
+    CPP_TREE,
     Autoregressive,
     ContinuousBatch,
     Eagle1,
@@ -22,7 +23,6 @@ from fastspec.config import (
     Nasd,
     Speculative,
 )
-from fastspec.default_trees import CPP_TREE
 from fastspec.errors import CheckpointError, Unsupported, accepted
 from fastspec.generation.drafters.base import Decoding, adopt_decoding, check_taps
 from fastspec.generation.drafters.dynamic_tree import DynamicDecoding, SizedDecoding, trees_of
