@@ -320,15 +320,8 @@ def chain_attention(given: OrderedPass, launch: OrderedLaunch) -> None:
         q, k, v, part, state, prefix, *counts, runs, kv_heads, given.strides, prefix.stride(0), **cut
     )
     _add_runs[(rows, pairs)](
-        part,
-        state,
-        out,
-        prefix,
-        sinks,
-        nodes,
-        given.extent,
-        runs,
-        kv_heads,
+        *(part, state, out, prefix, sinks),
+        *(nodes, given.extent, runs, kv_heads),
         *ends,
         EACH=8 if runs <= 8 else 16 if runs <= 16 else JOINED,
         EARLY=batch * nodes == 1 and heads * size <= NARROW,

@@ -338,9 +338,7 @@ def paths_of(words: Tensor, nodes: int, tail: int) -> tuple[Tensor, Tensor]:
     counts = words.new_empty((len(words), nodes), dtype=torch.int32)
     if counts.numel():
         _paths[(nodes, len(words))](
-            words,
-            slots,
-            counts,
+            *(words, slots, counts),
             tail,
             *words.stride()[:2],
             *slots.stride()[:2],
@@ -384,13 +382,7 @@ def nodes_attention(
         ordered_hopper.launch(given, part, state, shares)
     elif not whole:
         _runs[(triton.cdiv(rows, read.block_m), pairs, 1 if fold else runs)](
-            q,
-            k,
-            v,
-            part,
-            state,
-            prefix,
-            counts,
+            *(q, k, v, part, state, prefix, counts),
             *sizes,
             runs,
             kv_heads,
@@ -402,16 +394,7 @@ def nodes_attention(
             **given.options(read),
         )
     _tail[(nodes, pairs)](
-        q,
-        k,
-        v,
-        out,
-        part,
-        state,
-        prefix,
-        slots,
-        counts,
-        sinks,
+        *(q, k, v, out, part, state, prefix, slots, counts, sinks),
         *sizes,
         places,
         shares,

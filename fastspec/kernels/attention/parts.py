@@ -236,13 +236,7 @@ def merge(part: Tensor, lse: Tensor, out: Tensor, kv_heads: int, sinks: Tensor |
     pairs, rows, splits, size = part.shape
     block_s, block_d = triton.next_power_of_2(splits), triton.next_power_of_2(size)
     _merge_kernel[(rows, pairs)](
-        part,
-        lse,
-        out,
-        sinks,
-        splits,
-        kv_heads,
-        out.stride(0),
+        *(part, lse, out, sinks, splits, kv_heads, out.stride(0)),
         GROUP=out.shape[2] // kv_heads,
         D=size,
         BLOCK_D=block_d,

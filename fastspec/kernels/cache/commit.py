@@ -93,10 +93,7 @@ def kv_block_copy(k_cache: Tensor, v_cache: Tensor, source: Tensor, target: Tens
     wide = max(size, v_cache.shape[-1])
     size_block = min(max(8, triton.next_power_of_2(wide)), max(8, BLOCK_ELEMENTS // slots_block))
     _kv_block_copy[(layers, batch * heads, triton.cdiv(wide, size_block))](
-        k_cache,
-        v_cache,
-        source,
-        target,
+        *(k_cache, v_cache, source, target),
         source.shape[1],
         heads,
         *source.stride(),
@@ -152,12 +149,7 @@ def commit_slots(lengths: Tensor, path: Tensor, accepted: Tensor, active: Tensor
     source, target = torch.empty(2, batch, steps, dtype=torch.int64, device=path.device)
     if batch > 0:
         _commit_slots_kernel[(batch,)](
-            lengths,
-            path,
-            accepted,
-            active.view(torch.uint8),
-            source,
-            target,
+            *(lengths, path, accepted, active.view(torch.uint8), source, target),
             steps,
             bound,
             lengths.stride(0),
@@ -220,13 +212,7 @@ def emit(tokens: Tensor, path: Tensor, accepted: Tensor, bonus: Tensor, active: 
     packed = torch.empty(batch, 1 + steps, dtype=torch.int64, device=path.device)
     if batch > 0:
         _emit_kernel[(batch,)](
-            tokens,
-            path,
-            accepted,
-            bonus,
-            active.view(torch.uint8),
-            root,
-            packed,
+            *(tokens, path, accepted, bonus, active.view(torch.uint8), root, packed),
             steps,
             *strides(2, tokens, path),
             *strides(1, accepted, bonus, active, root),

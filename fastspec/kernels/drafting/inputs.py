@@ -74,16 +74,8 @@ def tree_input(
         block = max(16, min(NODE_BLOCK, triton.next_power_of_2(size)))
         grid = max(1, triton.cdiv(size, block)), nodes, batch
         _tree_input_kernel[grid](
-            tokens,
-            depths,
-            lengths,
-            table,
-            positions,
-            slots,
-            out,
-            nodes,
-            last,
-            size,
+            *(tokens, depths, lengths, table, positions, slots, out),
+            *(nodes, last, size),
             *strides(2, tokens, depths),
             lengths.stride(0),
             stride,
@@ -146,10 +138,7 @@ def next_frontier(
     found = tokens.new_empty(rows, chosen), hidden.new_empty(rows, chosen, size), words.new_empty(rows, chosen, width)
     sizes = nodes, tokens.shape[1] // nodes, chosen, size, width
     _next_frontier_kernel[(rows, chosen)](
-        tokens,
-        index,
-        hidden,
-        words,
+        *(tokens, index, hidden, words),
         *found,
         *sizes,
         slot,

@@ -190,9 +190,7 @@ def keep_last(
         return
     kept = last_hidden, last_readout
     _keep_last_kernel[(max(1, triton.cdiv(size, PAIR_BLOCK)), 2, batch)](
-        hidden,
-        readout,
-        counts,
+        *(hidden, readout, counts),
         *kept,
         lengths,
         bound,

@@ -158,11 +158,7 @@ def rms_norm(
         return normed, total
     block = max(16, triton.next_power_of_2(size))
     _rms_norm[(len(out_rows),)](
-        x_rows,
-        residual_rows,
-        weight,
-        out_rows,
-        total_rows,
+        *(x_rows, residual_rows, weight, out_rows, total_rows),
         *strides(1, x_rows, residual_rows, out_rows, total_rows),
         eps,
         SIZE=size,
@@ -230,10 +226,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     expect("gated_norm", (size,), x.dtype, weight=weight)
     out = x.new_empty(x.shape)
     _gated_norm[(batch * nodes, triton.cdiv(heads, HEADS))](
-        x,
-        gate,
-        weight,
-        out,
+        *(x, gate, weight, out),
         eps,
         *gate.stride()[:2],
         nodes,
@@ -284,9 +277,7 @@ def gate_heads(x: Tensor, qkv: Tensor | Parts) -> Tensor:
         raise ValueError(f"gate_heads: qkv is {list(qkv.shape)}; gates behind every head's queries are accepted")
     out, width = x.new_empty(batch, nodes, heads * size), heads * size
     _gate_heads[(batch * nodes, triton.cdiv(width, 1024))](
-        x,
-        values,
-        out,
+        *(x, values, out),
         *apart,
         nodes,
         WIDTH=width,

@@ -139,13 +139,8 @@ def gathered(x: Tensor, width: int, space: Space) -> Tensor:
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     out, chunks = x.new_empty(*x.shape[:-1], width), -(-part // CHUNK)
     _gather[(len(rows) * chunks,)](
-        rows,
-        out,
-        space.addresses,
-        space.counts,
-        width,
-        part,
-        chunks,
+        *(rows, out, space.addresses, space.counts),
+        *(width, part, chunks),
         rows.stride(0),
         CHUNK=CHUNK,
         WORDS=space.words,
@@ -183,10 +178,7 @@ def chosen(scores: Tensor, first: int, space: Space) -> Tensor:
     keys = chunk_keys(scores) if scores.numel() else torch.empty(rows, 0, dtype=torch.int64, device=scores.device)
     out = torch.empty((*scores.shape[:-1], 1), dtype=torch.int64, device=scores.device)
     _likeliest[(len(keys),)](
-        keys,
-        out,
-        space.addresses,
-        space.counts,
+        *(keys, out, space.addresses, space.counts),
         keys.shape[1],
         first,
         TP=max(2, triton.next_power_of_2(keys.shape[1])),
@@ -263,11 +255,7 @@ def summed_rows(tokens: Tensor, table: Tensor, first: int, space: Space) -> Tens
     size, flat = table.shape[1], tokens.reshape(-1).contiguous()
     block, out = max(16, triton.next_power_of_2(size)), table.new_empty(*tokens.shape, size)
     _look_up[(len(flat),)](
-        flat,
-        table,
-        out,
-        space.addresses,
-        space.counts,
+        *(flat, table, out, space.addresses, space.counts),
         first,
         len(table),
         table.stride(0),

@@ -218,17 +218,8 @@ def reduced_norm(
         if isinstance(made, DeferredProduct) and launch is not None:
             linear_row(made.x.reshape(1, -1), made.weight, made.bias, None, launch, False, space=space)
         _reduced_norm[(len(out_rows),)](
-            x_rows,
-            residual_rows,
-            weight,
-            out_rows,
-            total_rows,
-            space.addresses,
-            space.counts,
-            x_rows.stride(0),
-            residual_rows.stride(0),
-            out_rows.stride(0),
-            total_rows.stride(0),
+            *(x_rows, residual_rows, weight, out_rows, total_rows, space.addresses, space.counts),
+            *(x_rows.stride(0), residual_rows.stride(0), out_rows.stride(0), total_rows.stride(0)),
             eps,
             SIZE=size,
             BLOCK=block,
@@ -251,9 +242,7 @@ def reduced_norm(
     except BaseException:
         if launch is not None:  # what was sent is read, or a later message would find it in its place
             _drop[(1,)](
-                values,
-                space.addresses,
-                space.counts,
+                *(values, space.addresses, space.counts),
                 USED=size * dtype.itemsize // 4,
                 WORDS=space.words,
                 ROWS=ROWS,

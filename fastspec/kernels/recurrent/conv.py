@@ -97,12 +97,7 @@ def tree_conv(
     if out.numel():
         above, into = x if parents is None else parents, out if kept is None else kept
         _tree_conv[(nodes, triton.cdiv(channels, BLOCK), batch)](
-            x,
-            weight,
-            held,
-            above,
-            into,
-            out,
+            *(x, weight, held, above, into, out),
             channels,
             *strides(2, x, held, above, into, out),
             WIDTH=width,
@@ -174,11 +169,7 @@ def _launch(x: Tensor, held: Tensor, counts: Tensor, path: Tensor | None, active
     on = counts if active is None else active.view(torch.uint8)
     block = BLOCK // 2
     _hold[(triton.cdiv(channels, block), batch, layers)](
-        x,
-        held,
-        counts,
-        way,
-        on,
+        *(x, held, counts, way, on),
         channels,
         *strides(3, x, held),
         way.stride(0),
@@ -285,13 +276,7 @@ def delta_commit(
         min(most, max(16, triton.next_power_of_2(size))) for most, size in ((STEP, key_size), (VALUES, value_size))
     )
     _delta_commit[(value_heads * triton.cdiv(value_size, value_block), batch, layers)](
-        states,
-        mixed,
-        updates,
-        gates,
-        path,
-        accepted,
-        active.view(torch.uint8),
+        *(states, mixed, updates, gates, path, accepted, active.view(torch.uint8)),
         states.stride(0),
         *strides(3, mixed, updates, gates),
         *path.stride(),

@@ -216,19 +216,8 @@ def delta_tree(
         return wide_tree(mixed, a, b, rates, state, words, updates, gates, options)
     out = mixed.new_empty(batch, nodes, sizes[1], sizes[3])
     _delta_tree[(sizes[1] * parts, batch)](
-        mixed,
-        a,
-        b,
-        rates.log_decay,
-        rates.bias,
-        state,
-        words,
-        updates,
-        gates,
-        out,
-        nodes,
-        rates.scale,
-        sizes[2] ** 0.5,
+        *(mixed, a, b, rates.log_decay, rates.bias, state, words, updates, gates, out),
+        *(nodes, rates.scale, sizes[2] ** 0.5),
         *strides(2, mixed, a, b, words, updates, gates),
         **options,
         BLOCK=FEW,
@@ -246,17 +235,8 @@ def delta_chain(mixed: Tensor, a: Tensor, b: Tensor, rates: DecayRates, state: T
     out = mixed.new_empty(batch, tokens, sizes[1], sizes[3])
     options, parts = _launch(mixed, sizes)
     _delta_chain[(sizes[1] * parts, batch)](
-        mixed,
-        a,
-        b,
-        rates.log_decay,
-        rates.bias,
-        state,
-        counts,
-        out,
-        tokens,
-        rates.scale,
-        sizes[2] ** 0.5,
+        *(mixed, a, b, rates.log_decay, rates.bias, state, counts, out),
+        *(tokens, rates.scale, sizes[2] ** 0.5),
         *strides(2, mixed, a, b),
         **options,
         BLOCK=BLOCK if tokens > 16 else 16,

@@ -412,18 +412,8 @@ def wide_tree(
     (warps, step), wide = SYSTEM[block], max(16, triton.next_power_of_2(sizes["DK"]))
     shared = {"BLOCK": block, "DOT": sizes["DOT"], "HK": sizes["HK"], "HV": sizes["HV"], "DK": sizes["DK"]}
     _tree_system[(sizes["HV"], batch)](
-        mixed,
-        a,
-        b,
-        rates.log_decay,
-        rates.bias,
-        words,
-        gates,
-        pulls,
-        reads,
-        nodes,
-        rates.scale,
-        root,
+        *(mixed, a, b, rates.log_decay, rates.bias, words, gates, pulls, reads),
+        *(nodes, rates.scale, root),
         *strides(2, mixed, a, b, words, gates),
         **shared,
         STEP=min(step, wide),
@@ -432,13 +422,7 @@ def wide_tree(
         **dependent(mixed.device),
     )
     _tree_updates[(sizes["HV"] * parts, batch)](
-        mixed,
-        state,
-        gates,
-        pulls,
-        reads,
-        updates,
-        out,
+        *(mixed, state, gates, pulls, reads, updates, out),
         nodes,
         root,
         *strides(2, mixed, updates, gates),

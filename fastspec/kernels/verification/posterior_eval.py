@@ -61,10 +61,7 @@ def draws(streams: Tensor, lengths: Tensor, depths: Tensor) -> Tensor:
         if depths.stride(1) != 1:
             depths = depths.contiguous()
         _draws_kernel[(rows,)](
-            streams.contiguous(),
-            lengths.contiguous(),
-            depths,
-            out,
+            *(streams.contiguous(), lengths.contiguous(), depths, out),
             nodes,
             depths.stride(0),
             BN=triton.next_power_of_2(nodes),
@@ -236,13 +233,7 @@ def pick(scores: Tensor, uniform: Tensor | None, settings: SamplingSettings | No
         x, peak, mass, low, first, *sizes, *apart, CHUNK, *kept, num_warps=CHUNK_WARPS, **pdl
     )
     _draw_kernel[(rows,)](
-        x,
-        peak,
-        mass,
-        low,
-        first,
-        u,
-        ids,
+        *(x, peak, mass, low, first, u, ids),
         *sizes,
         *apart,
         *u.stride(),

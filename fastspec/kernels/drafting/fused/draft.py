@@ -478,16 +478,7 @@ def draft(
     if tokens is None or features is None or counts is None:  # not read
         tokens, features, counts = lengths, last, lengths
     draft_kernel[(s.programs,)](
-        tokens,
-        features,
-        counts,
-        last,
-        readout,
-        k_cache,
-        v_cache,
-        lengths,
-        cos,
-        sin,
+        *(tokens, features, counts, last, readout, k_cache, v_cache, lengths, cos, sin),
         *w,
         scores,
         out_tokens,
