@@ -62,7 +62,7 @@ BATCH_TREES = {
         (16, TreeShape(total_tokens=16, depth=5, top_k=4)),
         (32, TreeShape(total_tokens=8, depth=5, top_k=2)),
         (128, TreeShape(total_tokens=4, depth=3, top_k=1)),
-    ),
+    )
 }
 # (temperature, depth) -> the depth of the device's trees at the most in calls that sample at this temperature and
 # above, where fewer levels are accepted than a greedy call's.

@@ -128,13 +128,7 @@ class Masks:
         """Key of where the masks lie, and of their shape."""
         return self.there.data_ptr(), self.words.shape
 
-    def fill(
-        self,
-        nodes: Nodes,
-        size: int,
-        held: Held,
-        failed: Callable[[int, BaseException], None] = raised,
-    ) -> None:
+    def fill(self, nodes: Nodes, size: int, held: Held, failed: Callable[[int, BaseException], None] = raised) -> None:
         """Fill the masks of rows with a constraint and an answer, for logits of `size` tokens; other rows may take any
         token, and these none past a mask's last bit. `failed` takes what a row's constraint raises."""
         tokens, parents = nodes

@@ -166,12 +166,7 @@ def _background(collector: Collector) -> Iterator[Any]:
 def _look(program: Callable[[], object], collector: Collector) -> None:
     """Run a program without data, and record what it launches."""
     try:
-        with (
-            warnings.catch_warnings(),
-            _restored(program),
-            _noted(collector),
-            WithoutData(allow_non_fake_inputs=True),
-        ):
+        with warnings.catch_warnings(), _restored(program), _noted(collector), WithoutData(allow_non_fake_inputs=True):
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # 0 will do: aligned
             program()
     except Exception as error:

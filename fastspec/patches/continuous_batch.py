@@ -44,15 +44,7 @@ from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.open_ranks import OpenRanks, PromptMail, SilentRounds, TurnOrder
 from fastspec.patches.open_turns import Act, OpenTurns
 from fastspec.patches.session import PatchSession, patched_session
-from fastspec.patches.warmup import (
-    MOST_WARM,
-    SHARE,
-    WARM_LENGTH,
-    WARM_NEW,
-    open_batch_calls,
-    room_for,
-    warm_lengths,
-)
+from fastspec.patches.warmup import MOST_WARM, SHARE, WARM_LENGTH, WARM_NEW, open_batch_calls, room_for, warm_lengths
 
 LONGEST = 8192
 """Tokens of a row, prompt and answer, where nothing says how many."""

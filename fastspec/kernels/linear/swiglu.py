@@ -34,15 +34,7 @@ def gated(b_gate, b_up, KIND: tl.constexpr, OFFSET: tl.constexpr = 0.0, LIMIT: t
 
 
 @triton.jit
-def _swiglu(
-    p_in,
-    p_out,
-    stride_in,
-    KIND: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def _swiglu(p_in, p_out, stride_in, KIND: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     o_i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -68,13 +60,6 @@ def swiglu(gate_up: Tensor, kind: Activation = SILU) -> Tensor:
     warps = min(4, max(1, block // 256))  # 16 bytes of half precision per thread
     grid = (len(rows), triton.cdiv(size, block))
     _swiglu[grid](
-        rows,
-        out,
-        rows.stride(0),
-        KIND=kind,
-        SIZE=size,
-        BLOCK=block,
-        num_warps=warps,
-        **dependent(out.device),
+        rows, out, rows.stride(0), KIND=kind, SIZE=size, BLOCK=block, num_warps=warps, **dependent(out.device)
     )
     return out

@@ -12,17 +12,7 @@ import torch
 from torch import nn
 
 from fastspec.cascade.config import Cascade
-from fastspec.config import (
-    CPP_TREE,
-    Autoregressive,
-    ContinuousBatch,
-    Eagle1,
-    Eagle2,
-    Eagle3,
-    Mtp,
-    Nasd,
-    Speculative,
-)
+from fastspec.config import CPP_TREE, Autoregressive, ContinuousBatch, Eagle1, Eagle2, Eagle3, Mtp, Nasd, Speculative
 from fastspec.errors import CheckpointError, Unsupported, accepted
 from fastspec.generation.drafters.base import Decoding, adopt_decoding, check_taps
 from fastspec.generation.drafters.dynamic_tree import DynamicDecoding, SizedDecoding, trees_of

@@ -23,12 +23,7 @@ from fastspec.kernels.linear import reference as products
 from fastspec.kernels.linear.launches import HopperLaunch, Launch, RowLaunch
 from fastspec.kernels.tuned_launches import Place, forced
 
-KINDS: dict[str, Any] = {
-    "rows": Launch,
-    "row": RowLaunch,
-    "hopper": HopperLaunch,
-    "tree": TreeLaunch,
-}
+KINDS: dict[str, Any] = {"rows": Launch, "row": RowLaunch, "hopper": HopperLaunch, "tree": TreeLaunch}
 """The names of launches in the file that keeps them."""
 COPIES_OF = 128 << 20
 """Bytes that copies of what a launch reads make together, more than the L2 cache of any GPU."""

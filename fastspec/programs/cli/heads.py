@@ -95,8 +95,7 @@ POOR = 0.2
 
 def inspect(
     head: Annotated[
-        str,
-        Argument(metavar="HEAD", help="Directory, hub id or shipped name of a head, or a model with an MTP layer."),
+        str, Argument(metavar="HEAD", help="Directory, hub id or shipped name of a head, or a model with an MTP layer.")
     ],
     model: Annotated[
         str | None, Argument(metavar="MODEL", help="Model whose config the head is checked against.")
