@@ -379,21 +379,11 @@ METHODS = {
 }
 """The methods that every drafter has -> the arguments that each is called with, by position."""
 NUMBERS = ("nodes", "max_path")
-OPTIONAL = {
-    "static": "traits",
-    "ends": "ends",
-    "open": "open",
-    "reserve": "reserve",
-    "join": "copy_row",
-    "rest": "pause",
-    "sat_out": "catch_up",
-    "learn": "hint",
-    "drafted": "TokenTree.drafted",
-    "digest": "HostDrafter.digest",
-    "take": "HostDrafter.update",
-    "mix": "MixingDrafter.mix",
-}
-"""Methods that are refused on a plain three-method drafter, -> what a `Drafter` subclass has instead."""
+OPTIONAL = (
+    *("ends", "reserve", "digest", "mix"),
+    *(name for name, each in vars(Drafter).items() if inspect.isfunction(each) and name not in METHODS),
+)
+"""Methods that are refused on a plain three-method drafter: nobody would call them."""
 
 
 class Adopted(Drafter):
@@ -448,12 +438,9 @@ def adopt(drafter: object, *, may_draw: bool) -> Drafter | None:
     if isinstance(drafter, Drafter):
         _check_traits(drafter)
         return drafter
-    more = [f"{name} ({OPTIONAL[name]})" for name in OPTIONAL if hasattr(drafter, name)]
+    more = [name for name in OPTIONAL if hasattr(drafter, name)]
     if more:
-        raise Unsupported(
-            f"{kind} has more than a drafter's three methods: derive it from fastspec.Drafter; see there "
-            f"{', '.join(more)}"
-        )
+        raise Unsupported(f"{kind} has more than three methods, {', '.join(more)}: derive it from fastspec.Drafter")
     for name, takes in METHODS.items():
         if (why := why_uncallable(getattr(drafter, name), takes)) is not None:
             raise Unsupported(f"{kind} is no drafter: {why}; see fastspec.Drafter")
