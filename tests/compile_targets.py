@@ -196,6 +196,7 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
     from fastspec.kernels.cache import commit
     from fastspec.kernels.cache import commit as settle
     from fastspec.kernels.drafting import inputs, pairs, topk_expand, tree_build
+    from fastspec.kernels.drafting.reference import InputWeights
     from fastspec.kernels.layer import norms as rms_norm
     from fastspec.kernels.layer import rope_cache
     from fastspec.kernels.linear import linear, ordered, swiglu
@@ -456,11 +457,19 @@ def launches(shape: str, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[],
         "next_frontier",
         lambda: inputs.next_frontier(whole(1, 100), whole(1, 10), few(1, 10, hidden), whole(1, 10, 2), 10),
     )
-    yield "head_input", lambda: inputs.head_input(whole(1, 10), few(1, 10, hidden), table, norms, norms, 1e-5)
+    yield (
+        "head_input",
+        lambda: inputs.head_input(whole(1, 10), few(1, 10, hidden), InputWeights(table, norms, norms, 1e-5)),
+    )
     yield (
         "frontier_input",
         lambda: inputs.frontier_input(
-            whole(1, 100), whole(1, 10), few(1, 10, hidden), whole(1, 10, 2), 10, table, norms, norms, 1e-5, 1.0
+            whole(1, 100),
+            whole(1, 10),
+            few(1, 10, hidden),
+            whole(1, 10, 2),
+            10,
+            InputWeights(table, norms, norms, 1e-5, 1.0),
         ),
     )
     for many in (710, 5000, tree_build.MAX_CANDIDATES):

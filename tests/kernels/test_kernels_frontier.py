@@ -3,6 +3,8 @@ and a product are as their own tests say."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers.examples import examples
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from fastspec.kernels.drafting import reference as drafting_reference
 from fastspec.kernels.drafting.inputs import frontier_input, head_input, next_frontier
+from fastspec.kernels.drafting.reference import InputWeights
 from fastspec.kernels.layer.norms import rms_norm
 from fastspec.kernels.linear import reference as linear_reference
 from fastspec.kernels.linear.linear import gate_up
@@ -101,6 +104,9 @@ class Drawn:
         self.table = torch.randn(19, size, generator=generator).to(dtype).to(device)
         self.norms = [torch.randn(size, generator=generator).to(dtype).to(device) for _ in range(2)]
 
+    def weights(self, offset: float | None = None) -> InputWeights:
+        return InputWeights(self.table, *self.norms, EPS, offset)
+
 
 def check_input(x: Tensor, tokens: Tensor, hidden: Tensor, drawn: Drawn, offset: float | None) -> None:
     """Both halves as close to the reference as a norm is, whose sums are in another order, and to the bit what the
@@ -113,7 +119,7 @@ def check_input(x: Tensor, tokens: Tensor, hidden: Tensor, drawn: Drawn, offset:
         (x[..., size:], hidden.contiguous(), drawn.norms[1]),
     ):
         assert (x.is_cuda and size % 16) or torch.equal(half, rms_norm(values, weight, EPS, offset=offset)[0])
-    wanted = drafting_reference.head_input(tokens, hidden, drawn.table, *drawn.norms, EPS, offset)
+    wanted = drafting_reference.head_input(tokens, hidden, drawn.weights(offset))
     # in half precision a unit where a rounding before the weight falls otherwise, and one after it; in fp32 a few of
     # the scale's
     limits = torch.finfo(x.dtype)
@@ -135,11 +141,11 @@ def test_frontier_input(device, poisoned, data, rows, nodes, children, slot, off
     size, dtype = data.draw(st.sampled_from(SIZES[device])), data.draw(st.sampled_from(DTYPES[device]))
     drawn = Drawn(device, size, dtype, rows, nodes, children, slot, seed)
     before = drawn.tokens, drawn.index, drawn.hidden, drawn.words, slot
-    x, hidden, words = frontier_input(*before, drawn.table, *drawn.norms, EPS, offset)
+    x, hidden, words = frontier_input(*before, drawn.weights(offset))
     tokens, *wanted = drafting_reference.next_frontier(*before)
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip((hidden, words), wanted, strict=True))
     check_input(x, tokens, hidden, drawn, offset)
-    assert torch.equal(drafting_reference.frontier_input(*before, drawn.table, *drawn.norms, EPS, offset)[2], words)
+    assert torch.equal(drafting_reference.frontier_input(*before, drawn.weights(offset))[2], words)
 
 
 @EVERYWHERE
@@ -155,25 +161,25 @@ def test_frontier_input(device, poisoned, data, rows, nodes, children, slot, off
 def test_head_input(device, poisoned, data, rows, nodes, pad, offset, seed):
     size, dtype = data.draw(st.sampled_from(SIZES[device])), data.draw(st.sampled_from(DTYPES[device]))
     drawn = Drawn(device, size, dtype, rows, nodes, 1, 0, seed)
-    x = head_input(with_rows_apart(drawn.tokens, pad), drawn.hidden, drawn.table, *drawn.norms, EPS, offset)
+    x = head_input(with_rows_apart(drawn.tokens, pad), drawn.hidden, drawn.weights(offset))
     check_input(x, drawn.tokens, drawn.hidden, drawn, offset)
 
 
 @EVERYWHERE
 def test_inputs_that_do_not_fit_are_refused(device):
     drawn = Drawn(device, 8, torch.float32, 2, 3, 1, 0, 0)
-    weights = (drawn.table, *drawn.norms, EPS)
+    weights = drawn.weights()
     with pytest.raises(ValueError, match=r"hidden is .* strides .* contiguous"):
-        head_input(drawn.tokens[:, :2], drawn.hidden.transpose(0, 1)[:2], *weights)
+        head_input(drawn.tokens[:, :2], drawn.hidden.transpose(0, 1)[:2], weights)
     with pytest.raises(ValueError, match=r"tokens is \[2, 2\].*accepted is \[2, 3\]"):
-        head_input(drawn.tokens[:, :2], drawn.hidden, *weights)
+        head_input(drawn.tokens[:, :2], drawn.hidden, weights)
     with pytest.raises(ValueError, match=r"table is .*float16.*accepted is \[V, 8\] torch.float32"):
-        head_input(drawn.tokens, drawn.hidden, drawn.table.half(), *drawn.norms, EPS)
+        head_input(drawn.tokens, drawn.hidden, replace(weights, table=drawn.table.half()))
     with pytest.raises(ValueError, match="hidden_norm is"):
-        head_input(drawn.tokens, drawn.hidden, drawn.table, drawn.norms[0], drawn.norms[1][:7], EPS)
+        head_input(drawn.tokens, drawn.hidden, replace(weights, hidden_norm=drawn.norms[1][:7]))
     with pytest.raises(ValueError, match=r"words is .* strides .* contiguous"):
         words = torch.zeros(2, 2, 3, dtype=torch.long, device=device).transpose(1, 2)
-        frontier_input(drawn.tokens, drawn.index, drawn.hidden, words, 0, *weights)
+        frontier_input(drawn.tokens, drawn.index, drawn.hidden, words, 0, weights)
 
 
 @EVERYWHERE

@@ -37,7 +37,7 @@ from fastspec.generation.heads.rounded_linear import RoundedLinear
 from fastspec.generation.layer_state import FullAttentionState
 from fastspec.generation.ops import Ops
 from fastspec.generation.whole_layers import WholeLayers
-from fastspec.kernels.drafting.reference import Candidates
+from fastspec.kernels.drafting.reference import Candidates, InputWeights
 from fastspec.kernels.linear.reference import SILU, DeferredProduct, DeferredSum, joined
 
 LEAST_BYTES = 256 * 1024 * 1024
@@ -258,7 +258,7 @@ class HeadProgram:
         """The first layer's normed input of tokens [B, T] and hidden [B, T, H], and its residual [B, T, H]."""
         table = self._table(hidden)
         if table is not None:
-            return self._first(self.ops.head_input(tokens, hidden, table, *self._norms()), hidden)
+            return self._first(self.ops.head_input(tokens, hidden, self._input_weights(table)), hidden)
         embedded = (self.look_up or self.binding.embedding)(tokens).to(hidden.dtype)
         if self.config.kind == "eagle":
             hidden = self.fc(torch.cat((embedded, hidden), -1))
@@ -278,7 +278,7 @@ class HeadProgram:
         if table is None:
             tokens, hidden, words = self.ops.next_frontier(tokens.contiguous(), index.contiguous(), hidden, words, slot)
             return *self.feed(tokens, hidden), words
-        x, hidden, words = self.ops.frontier_input(tokens, index, hidden, words, slot, table, *self._norms())
+        x, hidden, words = self.ops.frontier_input(tokens, index, hidden, words, slot, self._input_weights(table))
         return *self._first(x, hidden), words
 
     def _table(self, hidden: Tensor) -> Tensor | None:
@@ -289,10 +289,10 @@ class HeadProgram:
         table: Tensor = embed.weight.detach()
         return table if table.dtype == hidden.dtype and table.is_contiguous() else None
 
-    def _norms(self) -> tuple[Tensor, Tensor, float, float | None]:
-        """The weights of the first layer's norms of embeddings and states, their epsilon and offset."""
+    def _input_weights(self, table: Tensor) -> InputWeights:
+        """What `Ops.head_input` reads: the embedding's table, and the first layer's norms."""
         of_tokens, of_states = self._first_norms()
-        return of_tokens.weight, of_states.weight, self.config.rms_norm_eps, None
+        return InputWeights(table, of_tokens.weight, of_states.weight, self.config.rms_norm_eps)
 
     def _first_norms(self) -> tuple[RMSNorm, RMSNorm]:
         """The first layer's norms of embeddings and of states, which EAGLE-3 heads have."""
@@ -373,9 +373,9 @@ class MtpProgram(HeadProgram):
         both = isinstance(self.token_norm, RmsNorm) and isinstance(self.state_norm, RmsNorm)
         return super()._table(hidden) if both and len(forms) == 1 else None
 
-    def _norms(self) -> tuple[Tensor, Tensor, float, float | None]:
+    def _input_weights(self, table: Tensor) -> InputWeights:
         of_tokens, of_states = cast(RmsNorm, self.token_norm), cast(RmsNorm, self.state_norm)
-        return of_tokens.module.weight, of_states.module.weight, of_tokens.eps, of_tokens.offset
+        return InputWeights(table, of_tokens.module.weight, of_states.module.weight, of_tokens.eps, of_tokens.offset)
 
     def _first(self, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """A joined input x [B, T, 2 * H], fused and normed, and the residual."""

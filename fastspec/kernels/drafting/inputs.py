@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastspec.kernels.arguments import CONTIGUOUS, PACKED, expect, strides
+from fastspec.kernels.drafting.reference import InputWeights
 from fastspec.kernels.launch import dependent, wait_for_previous
 from fastspec.kernels.layer.norms import MAX_SIZE, norm_row, row_warps
 
@@ -208,36 +209,19 @@ def _head_input_kernel(
     tl.store(p_out + (2 * node + half) * SIZE + o_h, norm_row(b_x, b_weight, eps, SIZE, OFFSET), mask=m_h)
 
 
-def head_input(
-    tokens: Tensor,
-    hidden: Tensor,
-    table: Tensor,
-    token_norm: Tensor,
-    hidden_norm: Tensor,
-    eps: float,
-    offset: float | None = None,
-) -> Tensor:
+def head_input(tokens: Tensor, hidden: Tensor, weights: InputWeights) -> Tensor:
     """`reference.head_input`: tokens [B, K] int64, their states hidden [B, K, H] -> [B, K, 2 * H].
 
-    table [V, H], token_norm and hidden_norm [H] have hidden's dtype (fp32, fp16 or bf16), and H is at most 32768. All
-    are contiguous, but the rows of tokens may lie any distance apart.
+    The weights have hidden's dtype (fp32, fp16 or bf16), and H is at most 32768. All are contiguous, but the rows of
+    tokens may lie any distance apart.
     """
     expect("head_input", hidden.shape[:2], torch.int64, PACKED, tokens=tokens)
-    _check("head_input", hidden, table, token_norm, hidden_norm)
-    return _launch(tokens, None, hidden, None, 0, table, token_norm, hidden_norm, eps, offset)[0]
+    _check("head_input", hidden, weights)
+    return _launch(tokens, None, hidden, None, 0, weights)[0]
 
 
 def frontier_input(
-    tokens: Tensor,
-    index: Tensor,
-    hidden: Tensor,
-    words: Tensor,
-    slot: int,
-    table: Tensor,
-    token_norm: Tensor,
-    hidden_norm: Tensor,
-    eps: float,
-    offset: float | None = None,
+    tokens: Tensor, index: Tensor, hidden: Tensor, words: Tensor, slot: int, weights: InputWeights
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`reference.frontier_input`: `next_frontier` of tokens [B, M * C], index [B, K], hidden [B, M, H] and words [B, M,
     W], and `head_input` of what it gives -> x [B, K, 2 * H], and the nodes' states [B, K, H] and ancestors [B, K, W].
@@ -246,30 +230,22 @@ def frontier_input(
     """
     expect("frontier_input", ("B", "N"), torch.int64, PACKED, tokens=tokens, index=index)
     expect("frontier_input", words.shape, torch.int64, CONTIGUOUS, words=words)
-    _check("frontier_input", hidden, table, token_norm, hidden_norm)
-    return _launch(tokens, index, hidden, words, slot, table, token_norm, hidden_norm, eps, offset)
+    _check("frontier_input", hidden, weights)
+    return _launch(tokens, index, hidden, words, slot, weights)
 
 
-def _check(op: str, hidden: Tensor, table: Tensor, token_norm: Tensor, hidden_norm: Tensor) -> None:
+def _check(op: str, hidden: Tensor, weights: InputWeights) -> None:
     size = hidden.shape[-1]
     if not 0 < size <= MAX_SIZE:
         raise ValueError(f"{op}: hidden has rows of {size}; 1 to {MAX_SIZE} are accepted")
     expect(op, hidden.shape, hidden.dtype, CONTIGUOUS, hidden=hidden)
-    expect(op, ("V", size), hidden.dtype, CONTIGUOUS, table=table)
-    expect(op, (size,), hidden.dtype, CONTIGUOUS, token_norm=token_norm, hidden_norm=hidden_norm)
+    expect(op, ("V", size), hidden.dtype, CONTIGUOUS, table=weights.table)
+    norms = {"token_norm": weights.token_norm, "hidden_norm": weights.hidden_norm}
+    expect(op, (size,), hidden.dtype, CONTIGUOUS, **norms)
 
 
 def _launch(
-    tokens: Tensor,
-    index: Tensor | None,
-    hidden: Tensor,
-    words: Tensor | None,
-    slot: int,
-    table: Tensor,
-    token_norm: Tensor,
-    hidden_norm: Tensor,
-    eps: float,
-    offset: float | None,
+    tokens: Tensor, index: Tensor | None, hidden: Tensor, words: Tensor | None, slot: int, weights: InputWeights
 ) -> tuple[Tensor, Tensor, Tensor]:
     (rows, nodes, size), choose = hidden.shape, index is not None
     if index is None or words is None:  # not read
@@ -279,21 +255,16 @@ def _launch(
     if choose:
         out_hidden, out_words = hidden.new_empty(rows, fed, size), words.new_empty(rows, fed, width)
     if x.numel() > 0:
-        read, written = (tokens, index, hidden, words, table, token_norm, hidden_norm), (x, out_hidden, out_words)
+        held, written = (weights.table, weights.token_norm, weights.hidden_norm), (x, out_hidden, out_words)
         sizes = fed, nodes, tokens.shape[1] // nodes, width
         _head_input_kernel[(fed, rows, 2)](
-            *read,
-            *written,
-            *sizes,
-            slot,
-            tokens.stride(0),
-            index.stride(0),
-            eps,
+            *(tokens, index, hidden, words, *held, *written),
+            *(*sizes, slot, tokens.stride(0), index.stride(0), weights.eps),
             SIZE=size,
             BLOCK=block,
             BW=triton.next_power_of_2(width),
             CHOOSE=choose,
-            OFFSET=offset,
+            OFFSET=weights.offset,
             num_warps=row_warps(block, x.element_size()),  # as in rms_norm: the sums are added in the same order
             **dependent(x.device),
         )

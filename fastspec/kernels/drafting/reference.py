@@ -89,41 +89,31 @@ def next_frontier(
     return tokens.gather(1, index), hidden[row, above], words[row, above] | own
 
 
-def head_input(
-    tokens: Tensor,
-    hidden: Tensor,
-    table: Tensor,
-    token_norm: Tensor,
-    hidden_norm: Tensor,
-    eps: float,
-    offset: float | None = None,
-) -> Tensor:
-    """Input of an EAGLE-3 head's first layer, or of an MTP layer's fusion, of tokens [B, K] and their states hidden [B,
-    K, H] -> [B, K, 2 * H].
+@dataclass(frozen=True, slots=True)
+class InputWeights:
+    """An embedding's table [V, H], and the `rms_norm` of what it gives and of hidden states, weights [H]."""
 
-    The first half is `rms_norm` by token_norm [H] of the tokens' rows of the embedding's table [V, H], the second that
-    of the states by hidden_norm [H]; the offset is that of both.
-    """
-    both = (F.embedding(tokens, table), token_norm), (hidden, hidden_norm)
-    return torch.cat([rms_norm(x, weight, eps, offset=offset)[0] for x, weight in both], -1)
+    table: Tensor
+    token_norm: Tensor
+    hidden_norm: Tensor
+    eps: float
+    offset: float | None = None
+
+
+def head_input(tokens: Tensor, hidden: Tensor, weights: InputWeights) -> Tensor:
+    """Input of an EAGLE-3 head's first layer, or of an MTP layer's fusion, of tokens [B, K] and their states hidden [B,
+    K, H] -> [B, K, 2 * H]: the tokens' normed rows of the table, then the normed states."""
+    both = (F.embedding(tokens, weights.table), weights.token_norm), (hidden, weights.hidden_norm)
+    return torch.cat([rms_norm(x, norm, weights.eps, offset=weights.offset)[0] for x, norm in both], -1)
 
 
 def frontier_input(
-    tokens: Tensor,
-    index: Tensor,
-    hidden: Tensor,
-    words: Tensor,
-    slot: int,
-    table: Tensor,
-    token_norm: Tensor,
-    hidden_norm: Tensor,
-    eps: float,
-    offset: float | None = None,
+    tokens: Tensor, index: Tensor, hidden: Tensor, words: Tensor, slot: int, weights: InputWeights
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`head_input` of the nodes that `next_frontier` makes of the first five -> [B, K, 2 * H], and the nodes' states
     [B, K, H] and ancestors [B, K, W]."""
     fed, states, ancestors = next_frontier(tokens, index, hidden, words, slot)
-    return head_input(fed, states, table, token_norm, hidden_norm, eps, offset), states, ancestors
+    return head_input(fed, states, weights), states, ancestors
 
 
 def tree_build(

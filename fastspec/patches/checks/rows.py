@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels.attention.reference import Span
-from fastspec.kernels.drafting.reference import Candidates
+from fastspec.kernels.drafting.reference import Candidates, InputWeights
 from fastspec.kernels.linear.reference import GELU_TANH, SILU, Activation, Expert, Routing
 from fastspec.kernels.quantised.reference import (
     E4M3,
@@ -203,14 +203,14 @@ def frontier(draw: Draw) -> Inputs:
     return (draw.whole(40, 2, 12), draw.order(12, 2)[:, :3].contiguous(), draw.floats(2, 3, 48), words, 24), {}
 
 
-def fed(draw: Draw) -> tuple[Tensor, Tensor, Tensor, float]:
+def fed(draw: Draw, offset: float | None = None) -> InputWeights:
     """An embedding's table and the two norms of a head."""
-    return draw.floats(40, 48), draw.floats(48), draw.floats(48), 1e-5
+    return InputWeights(draw.floats(40, 48), draw.floats(48), draw.floats(48), 1e-5, offset)
 
 
 def head(draw: Draw) -> Inputs:
     """Three tokens of two rows, with hidden states."""
-    return (draw.whole(40, 2, 3), draw.floats(2, 3, 48), *fed(draw)), {}
+    return (draw.whole(40, 2, 3), draw.floats(2, 3, 48), fed(draw)), {}
 
 
 def verdict(draw: Draw) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -423,7 +423,7 @@ CHECKS: tuple[Check, ...] = (
     check("topk_expand", "20 children", expansion, 2, 20),
     check("next_frontier", "two rows", frontier),
     check("head_input", "two rows", head),
-    check("frontier_input", "two rows, an offset", lambda draw: ((*frontier(draw)[0], *fed(draw), 1.0), {})),
+    check("frontier_input", "two rows, an offset", lambda draw: ((*frontier(draw)[0], fed(draw, 1.0)), {})),
     check("tree_build", "two levels", candidates),
     check("draws", "two rows", numbers),
     check("pick", "the likeliest", scores, 3, drawn=False),
