@@ -91,6 +91,7 @@ def test_commands_set(chat: Chat, line: str, setting: str, value: Any) -> None:
         ("/model no-such-file.gguf", "no such GGUF file"),
         ("/resource eagle3", "takes 2 arguments"),
         ("/resource nasd x", "takes no resource"),
+        ("/resource exact x", "'exact' takes no resource"),
         ("/resource eagle3 no/such-head", "no/such-head"),
         ("/assistant", "takes 1 argument, not 0"),
         ("/assistant ,", "one name or several"),

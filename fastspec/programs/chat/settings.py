@@ -15,7 +15,7 @@ from fastspec.config import BackendName
 from fastspec.devices import use_device
 from fastspec.errors import Unsupported, accepted, check_whole
 from fastspec.models import SMOLLM2, SMOLLM2_HEADS, load_config, load_draft, load_model
-from fastspec.patches.api import cascade_of
+from fastspec.patches.api import ASSISTANTS, cascade_of
 from fastspec.programs.heads import fitting_heads, with_tokenizer
 
 # processor -> the settings that it reads, in the order of its arguments
@@ -158,8 +158,7 @@ class Settings:
 
 def resource_names() -> list[str]:
     """The assistants that `fastspec.patch` takes a resource for."""
-    others = ("model", "assistant", "backend")
-    return [name for name in inspect.signature(fastspec.patch).parameters if name not in others]
+    return [name for name in inspect.signature(fastspec.patch).parameters if name in ASSISTANTS]
 
 
 def load(settings: Settings) -> tuple[Any, Any]:
