@@ -69,6 +69,7 @@ def chat() -> Chat:
         ("/drafts sampled", "eagle.drafts", "sampled"),
         ("/debug off", "debug", False),
         ("/set nasd.total_tokens 24", "nasd.total_tokens", 24),
+        ("/set mtp.total_tokens 24", "mtp.total_tokens", 24),
         ("/set nasd.stop_if_unknown off", "nasd.stop_if_unknown", False),
         ("/set eagle2.total_tokens auto", "eagle2.total_tokens", "auto"),
         ("/set eagle.paths [[0],[0,1],[1]]", "eagle.paths", [[0], [0, 1], [1]]),

@@ -30,9 +30,8 @@ OLDER_STORAGES = {"basic": "ngram", "onelevel": "one_level"}
 """Names that storages had in the chat, which go on working -> their names."""
 KEPT_FOR = ("answer", "chat")
 """Spans that nasd's storage is kept for."""
-CONFIGS: dict[str, type] = {
-    each.name: each for each in (fastspec.Nasd, fastspec.Speculative, fastspec.Eagle1, fastspec.Eagle2, fastspec.Eagle3)
-}
+_TREES = fastspec.Eagle1, fastspec.Eagle2, fastspec.Eagle3, fastspec.Mtp
+CONFIGS: dict[str, type] = {each.name: each for each in (fastspec.Nasd, fastspec.Speculative, *_TREES)}
 """Assistant -> its config class, whose fields `/set` takes."""
 FIELDS = {f"{name}.{field.name}": field.default for name, each in CONFIGS.items() for field in fields(each)}
 """Assistant and field, such as "nasd.gamma" -> the class's default."""
