@@ -372,16 +372,9 @@ def launch(
     s_wb, s_wn = words.stride()[:2] if words is not None else (0, 0)
     (r_kb, r_kh), (r_vb, r_vh) = ((x.stride(0) // x.stride(2), x.stride(1) // x.stride(2)) for x in (k, v))
     _hopper_kernel[(-(-nodes * group // TILE), splits, batch * kv_heads)](
-        *(q, k, v),
-        descriptor(k),
-        descriptor(v),
-        *(out, part, lse, prefix, prefix if words is None else words),
-        *(scale2, nodes, tail, extent, splits, kv_heads, r_kb, r_kh, r_vb, r_vh),
-        *q.stride()[:3],
-        *out.stride()[:2],
-        prefix.stride(0),
-        s_wb,
-        s_wn,
+        *(q, k, v, descriptor(k), descriptor(v), out, part, lse, prefix, prefix if words is None else words),
+        *(scale2, nodes, tail, extent, splits, kv_heads, r_kb, r_kh, r_vb, r_vh, *q.stride()[:3], *out.stride()[:2]),
+        *(prefix.stride(0), s_wb, s_wn),
         S_K=k.stride(2),
         S_V=v.stride(2),
         GROUP=group,

@@ -321,8 +321,7 @@ def chain_attention(given: OrderedPass, launch: OrderedLaunch) -> None:
     )
     _add_runs[(rows, pairs)](
         *(part, state, out, prefix, sinks),
-        *(nodes, given.extent, runs, kv_heads),
-        *ends,
+        *(nodes, given.extent, runs, kv_heads, *ends),
         EACH=8 if runs <= 8 else 16 if runs <= 16 else JOINED,
         EARLY=batch * nodes == 1 and heads * size <= NARROW,
         num_warps=max(1, given.block_d // 32),

@@ -314,16 +314,7 @@ def launch(given: OrderedPass, part: Tensor, state: Tensor, shares: int) -> None
     operands, counts, options = _operands(given)
     prefix, nodes = given.tree.prefix, given.q.shape[1]
     _hopper_runs[(-(-given.rows // TILE), given.pairs, shares)](
-        *operands,
-        part,
-        state,
-        prefix,
-        given.scale2,
-        nodes,
-        given.extent,
-        part.shape[1],
-        shares,
-        *counts,
+        *(*operands, part, state, prefix, given.scale2, nodes, given.extent, part.shape[1], shares, *counts),
         prefix.stride(0),
         GRAIN=given.grain,
         SHARED=shares > 1,
@@ -336,14 +327,7 @@ def chain(given: OrderedPass) -> None:
     operands, counts, options = _operands(given)
     prefix, out = given.tree.prefix, given.out
     _hopper_chain[(-(-given.rows // TILE), given.pairs)](
-        *operands,
-        out,
-        prefix,
-        given.scale2,
-        given.q.shape[1],
-        given.extent,
-        *counts,
-        *out.stride()[:2],
+        *(*operands, out, prefix, given.scale2, given.q.shape[1], given.extent, *counts, *out.stride()[:2]),
         prefix.stride(0),
         **options,
     )

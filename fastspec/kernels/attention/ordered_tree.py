@@ -339,10 +339,7 @@ def paths_of(words: Tensor, nodes: int, tail: int) -> tuple[Tensor, Tensor]:
     if counts.numel():
         _paths[(nodes, len(words))](
             *(words, slots, counts),
-            tail,
-            *words.stride()[:2],
-            *slots.stride()[:2],
-            counts.stride(0),
+            *(tail, *words.stride()[:2], *slots.stride()[:2], counts.stride(0)),
             WORDS=words.shape[2],
             num_warps=1,
             **dependent(words.device),
@@ -383,11 +380,7 @@ def nodes_attention(
     elif not whole:
         _runs[(triton.cdiv(rows, read.block_m), pairs, 1 if fold else runs)](
             *(q, k, v, part, state, prefix, counts),
-            *sizes,
-            runs,
-            kv_heads,
-            given.strides,
-            prefix.stride(0),
+            *(*sizes, runs, kv_heads, given.strides, prefix.stride(0)),
             BLOCK_M=read.block_m,
             GRAIN=given.grain,
             FOLD=fold,
@@ -395,14 +388,7 @@ def nodes_attention(
         )
     _tail[(nodes, pairs)](
         *(q, k, v, out, part, state, prefix, slots, counts, sinks),
-        *sizes,
-        places,
-        shares,
-        kv_heads,
-        given.strides,
-        out.stride(0),
-        prefix.stride(0),
-        *slots.stride()[:2],
+        *(*sizes, places, shares, kv_heads, given.strides, out.stride(0), prefix.stride(0), *slots.stride()[:2]),
         counts.stride(0),
         BLOCK_M=max(8, triton.next_power_of_2(given.tree.group)),
         GRAIN=given.grain,

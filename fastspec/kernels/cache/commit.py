@@ -94,12 +94,7 @@ def kv_block_copy(k_cache: Tensor, v_cache: Tensor, source: Tensor, target: Tens
     size_block = min(max(8, triton.next_power_of_2(wide)), max(8, BLOCK_ELEMENTS // slots_block))
     _kv_block_copy[(layers, batch * heads, triton.cdiv(wide, size_block))](
         *(k_cache, v_cache, source, target),
-        source.shape[1],
-        heads,
-        *source.stride(),
-        *target.stride(),
-        *k_cache.stride()[:4],
-        *v_cache.stride()[:4],
+        *(source.shape[1], heads, *source.stride(), *target.stride(), *k_cache.stride()[:4], *v_cache.stride()[:4]),
         SIZE=size,
         VALUE_SIZE=v_cache.shape[-1],
         SLOTS_BLOCK=slots_block,
@@ -150,11 +145,7 @@ def commit_slots(lengths: Tensor, path: Tensor, accepted: Tensor, active: Tensor
     if batch > 0:
         _commit_slots_kernel[(batch,)](
             *(lengths, path, accepted, active.view(torch.uint8), source, target),
-            steps,
-            bound,
-            lengths.stride(0),
-            *path.stride(),
-            *strides(1, accepted, active),
+            *(steps, bound, lengths.stride(0), *path.stride(), *strides(1, accepted, active)),
             max(2, triton.next_power_of_2(steps)),
             num_warps=1,
             **dependent(path.device),
@@ -213,9 +204,7 @@ def emit(tokens: Tensor, path: Tensor, accepted: Tensor, bonus: Tensor, active: 
     if batch > 0:
         _emit_kernel[(batch,)](
             *(tokens, path, accepted, bonus, active.view(torch.uint8), root, packed),
-            steps,
-            *strides(2, tokens, path),
-            *strides(1, accepted, bonus, active, root),
+            *(steps, *strides(2, tokens, path), *strides(1, accepted, bonus, active, root)),
             max(2, triton.next_power_of_2(steps)),
             num_warps=1,
             **dependent(path.device),

@@ -76,12 +76,7 @@ def tree_input(
         grid = max(1, triton.cdiv(size, block)), nodes, batch
         _tree_input_kernel[grid](
             *(tokens, depths, lengths, table, positions, slots, out),
-            *(nodes, last, size),
-            *strides(2, tokens, depths),
-            lengths.stride(0),
-            stride,
-            table is not None,
-            block,
+            *(nodes, last, size, *strides(2, tokens, depths), lengths.stride(0), stride, table is not None, block),
             num_warps=max(1, min(4, block // 256)),
             **dependent(tokens.device),
         )
@@ -140,9 +135,7 @@ def next_frontier(
     sizes = nodes, tokens.shape[1] // nodes, chosen, size, width
     _next_frontier_kernel[(rows, chosen)](
         *(tokens, index, hidden, words),
-        *found,
-        *sizes,
-        slot,
+        *(*found, *sizes, slot),
         BH=min(4096, triton.next_power_of_2(size)),
         BW=triton.next_power_of_2(width),
         num_warps=4,

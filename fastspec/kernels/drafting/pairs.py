@@ -110,14 +110,8 @@ def path_pairs(
         written = taken, counts, slots, occurrences
         apart = *strides(2, tokens, features, path), *strides(1, accepted, bonus, active, root, lengths, counts)
         _path_pairs_kernel[(max(1, triton.cdiv(size, PAIR_BLOCK)), steps, batch)](
-            *read,
-            *written,
-            unit,
-            steps,
-            size,
-            *apart,
-            PAIR_BLOCK,
-            heard is not None,
+            *(*read, *written),
+            *(unit, steps, size, *apart, PAIR_BLOCK, heard is not None),
             num_warps=4,
             **dependent(path.device),
         )
@@ -182,14 +176,8 @@ def keep_last(
         return
     kept = last_hidden, last_readout
     _keep_last_kernel[(max(1, triton.cdiv(size, PAIR_BLOCK)), 2, batch)](
-        *(hidden, readout, counts),
-        *kept,
-        lengths,
-        bound,
-        size,
-        *strides(2, hidden, readout),
-        *strides(1, *kept, counts, lengths),
-        PAIR_BLOCK,
+        *(hidden, readout, counts, *kept),
+        *(lengths, bound, size, *strides(2, hidden, readout), *strides(1, *kept, counts, lengths), PAIR_BLOCK),
         num_warps=4,
         **dependent(hidden.device),
     )

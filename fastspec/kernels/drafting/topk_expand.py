@@ -341,12 +341,7 @@ def topk_expand(
         switches = size % step == 0, tma, prefetched(weight, PREFETCH)
         _product_kernel[grid](
             *read,
-            *tops,
-            *sizes,
-            *strides,
-            weight.stride(0),
-            *tile_sizes,
-            *switches,
+            *(*tops, *sizes, *strides, weight.stride(0), *tile_sizes, *switches),
             num_warps=warps,
             num_stages=stages_within(stages, (tile + block) * step * weight.element_size(), device),
             **pdl,
@@ -354,19 +349,8 @@ def topk_expand(
     found = children, tokens, parents, best, index
     apart = children.stride(0), tokens.stride(0), 0 if parents is None else parents.stride(0)
     _merge_kernel[(rows,)](
-        *tops,
-        scores,
-        d2t,
-        *found,
-        nodes,
-        tiles,
-        out.first,
-        *scores.stride(),
-        *apart,
-        count,
-        tile,
-        triton.next_power_of_2(tiles),
-        max(4, triton.next_power_of_2(count)),
+        *(*tops, scores, d2t, *found, nodes, tiles, out.first, *scores.stride(), *apart, count, tile),
+        *(triton.next_power_of_2(tiles), max(4, triton.next_power_of_2(count))),
         triton.next_power_of_2(nodes * count),
         num_warps=merge_warps(tiles, nodes, count),
         **pdl,

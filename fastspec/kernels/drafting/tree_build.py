@@ -125,16 +125,8 @@ def tree_build(
     grown, tree = (scores, tokens, parents, depths, root), (tree_tokens, tree_parents, tree_depths, words)
     padded, doublings = max(64, triton.next_power_of_2(count)), max(1, (nodes - 1).bit_length())
     _tree_build_kernel[(batch,)](
-        *grown,
-        *tree,
-        count,
-        nodes,
-        width,
-        doublings,
-        *strides(1, scores, tokens, parents, root),
-        padded,
-        max(16, triton.next_power_of_2(nodes)),
-        triton.next_power_of_2(width),
+        *(*grown, *tree, count, nodes, width, doublings, *strides(1, scores, tokens, parents, root), padded),
+        *(max(16, triton.next_power_of_2(nodes)), triton.next_power_of_2(width)),
         num_warps=warps_of(padded),
         **dependent(scores.device),
     )

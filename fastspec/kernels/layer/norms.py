@@ -159,8 +159,7 @@ def rms_norm(
     block = max(16, triton.next_power_of_2(size))
     _rms_norm[(len(out_rows),)](
         *(x_rows, residual_rows, weight, out_rows, total_rows),
-        *strides(1, x_rows, residual_rows, out_rows, total_rows),
-        eps,
+        *(*strides(1, x_rows, residual_rows, out_rows, total_rows), eps),
         SIZE=size,
         BLOCK=block,
         ADD=residual is not None,
@@ -227,9 +226,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = x.new_empty(x.shape)
     _gated_norm[(batch * nodes, triton.cdiv(heads, HEADS))](
         *(x, gate, weight, out),
-        eps,
-        *gate.stride()[:2],
-        nodes,
+        *(eps, *gate.stride()[:2], nodes),
         HEADS_ALL=heads,
         SIZE=size,
         BLOCK=max(16, triton.next_power_of_2(size)),
@@ -278,8 +275,7 @@ def gate_heads(x: Tensor, qkv: Tensor | Parts) -> Tensor:
     out, width = x.new_empty(batch, nodes, heads * size), heads * size
     _gate_heads[(batch * nodes, triton.cdiv(width, 1024))](
         *(x, values, out),
-        *apart,
-        nodes,
+        *(*apart, nodes),
         WIDTH=width,
         SIZE=size,
         BLOCK=1024,

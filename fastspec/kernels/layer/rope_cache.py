@@ -260,15 +260,8 @@ def rope_cache(
     given, written = (read, cos, sin, positions, slots), (q, k_cache, v_cache)
     weights = q_norm if norm else read, k_norm if norm else read, read if factor is None else factor
     _rope_cache[(nodes, parts, batch)](
-        *given,
-        *written,
-        *weights,
-        eps,
-        nodes,
-        *apart,
-        *strides(1, cos, sin),
-        *strides(2, positions, slots),
-        *strides(3, k_cache, v_cache),
+        *(*given, *written, *weights),
+        *(eps, nodes, *apart, *strides(1, cos, sin), *strides(2, positions, slots), *strides(3, k_cache, v_cache)),
         HQ=q_heads,
         HKV=kv_heads,
         SIZE=size,

@@ -140,8 +140,7 @@ def gathered(x: Tensor, width: int, space: Space) -> Tensor:
     out, chunks = x.new_empty(*x.shape[:-1], width), -(-part // CHUNK)
     _gather[(len(rows) * chunks,)](
         *(rows, out, space.addresses, space.counts),
-        *(width, part, chunks),
-        rows.stride(0),
+        *(width, part, chunks, rows.stride(0)),
         CHUNK=CHUNK,
         WORDS=space.words,
         ROWS=ROWS,
@@ -179,8 +178,7 @@ def chosen(scores: Tensor, first: int, space: Space) -> Tensor:
     out = torch.empty((*scores.shape[:-1], 1), dtype=torch.int64, device=scores.device)
     _likeliest[(len(keys),)](
         *(keys, out, space.addresses, space.counts),
-        keys.shape[1],
-        first,
+        *(keys.shape[1], first),
         TP=max(2, triton.next_power_of_2(keys.shape[1])),
         WORDS=space.words,
         ROWS=ROWS,
@@ -256,9 +254,7 @@ def summed_rows(tokens: Tensor, table: Tensor, first: int, space: Space) -> Tens
     block, out = max(16, triton.next_power_of_2(size)), table.new_empty(*tokens.shape, size)
     _look_up[(len(flat),)](
         *(flat, table, out, space.addresses, space.counts),
-        first,
-        len(table),
-        table.stride(0),
+        *(first, len(table), table.stride(0)),
         SIZE=size,
         BLOCK=block,
         WORDS=space.words,

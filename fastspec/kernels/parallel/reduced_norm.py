@@ -219,8 +219,7 @@ def reduced_norm(
             linear_row(made.x.reshape(1, -1), made.weight, made.bias, None, launch, False, space=space)
         _reduced_norm[(len(out_rows),)](
             *(x_rows, residual_rows, weight, out_rows, total_rows, space.addresses, space.counts),
-            *(x_rows.stride(0), residual_rows.stride(0), out_rows.stride(0), total_rows.stride(0)),
-            eps,
+            *(x_rows.stride(0), residual_rows.stride(0), out_rows.stride(0), total_rows.stride(0), eps),
             SIZE=size,
             BLOCK=block,
             WORDS=space.words,

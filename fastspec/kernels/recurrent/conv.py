@@ -98,8 +98,7 @@ def tree_conv(
         above, into = x if parents is None else parents, out if kept is None else kept
         _tree_conv[(nodes, triton.cdiv(channels, BLOCK), batch)](
             *(x, weight, held, above, into, out),
-            channels,
-            *strides(2, x, held, above, into, out),
+            *(channels, *strides(2, x, held, above, into, out)),
             WIDTH=width,
             BLOCK=BLOCK,
             CHAIN=parents is None,
@@ -170,10 +169,7 @@ def _launch(x: Tensor, held: Tensor, counts: Tensor, path: Tensor | None, active
     block = BLOCK // 2
     _hold[(triton.cdiv(channels, block), batch, layers)](
         *(x, held, counts, way, on),
-        channels,
-        *strides(3, x, held),
-        way.stride(0),
-        way.stride(-1),
+        *(channels, *strides(3, x, held), way.stride(0), way.stride(-1)),
         WIDTH=width,
         WIDTH_BLOCK=max(2, triton.next_power_of_2(width)),
         BLOCK=block,
@@ -277,9 +273,7 @@ def delta_commit(
     )
     _delta_commit[(value_heads * triton.cdiv(value_size, value_block), batch, layers)](
         *(states, mixed, updates, gates, path, accepted, active.view(torch.uint8)),
-        states.stride(0),
-        *strides(3, mixed, updates, gates),
-        *path.stride(),
+        *(states.stride(0), *strides(3, mixed, updates, gates), *path.stride()),
         HK=key_heads,
         HV=value_heads,
         DK=key_size,

@@ -217,8 +217,7 @@ def delta_tree(
     out = mixed.new_empty(batch, nodes, sizes[1], sizes[3])
     _delta_tree[(sizes[1] * parts, batch)](
         *(mixed, a, b, rates.log_decay, rates.bias, state, words, updates, gates, out),
-        *(nodes, rates.scale, sizes[2] ** 0.5),
-        *strides(2, mixed, a, b, words, updates, gates),
+        *(nodes, rates.scale, sizes[2] ** 0.5, *strides(2, mixed, a, b, words, updates, gates)),
         **options,
         BLOCK=FEW,
         num_warps=WARPS,
@@ -236,8 +235,7 @@ def delta_chain(mixed: Tensor, a: Tensor, b: Tensor, rates: DecayRates, state: T
     options, parts = _launch(mixed, sizes)
     _delta_chain[(sizes[1] * parts, batch)](
         *(mixed, a, b, rates.log_decay, rates.bias, state, counts, out),
-        *(tokens, rates.scale, sizes[2] ** 0.5),
-        *strides(2, mixed, a, b),
+        *(tokens, rates.scale, sizes[2] ** 0.5, *strides(2, mixed, a, b)),
         **options,
         BLOCK=BLOCK if tokens > 16 else 16,
         num_warps=WARPS,

@@ -413,8 +413,7 @@ def wide_tree(
     shared = {"BLOCK": block, "DOT": sizes["DOT"], "HK": sizes["HK"], "HV": sizes["HV"], "DK": sizes["DK"]}
     _tree_system[(sizes["HV"], batch)](
         *(mixed, a, b, rates.log_decay, rates.bias, words, gates, pulls, reads),
-        *(nodes, rates.scale, root),
-        *strides(2, mixed, a, b, words, gates),
+        *(nodes, rates.scale, root, *strides(2, mixed, a, b, words, gates)),
         **shared,
         STEP=min(step, wide),
         num_warps=warps,
@@ -423,9 +422,7 @@ def wide_tree(
     )
     _tree_updates[(sizes["HV"] * parts, batch)](
         *(mixed, state, gates, pulls, reads, updates, out),
-        nodes,
-        root,
-        *strides(2, mixed, updates, gates),
+        *(nodes, root, *strides(2, mixed, updates, gates)),
         **shared,
         DV=sizes["DV"],
         DV_BLOCK=sizes["DV_BLOCK"],

@@ -62,8 +62,7 @@ def draws(streams: Tensor, lengths: Tensor, depths: Tensor) -> Tensor:
             depths = depths.contiguous()
         _draws_kernel[(rows,)](
             *(streams.contiguous(), lengths.contiguous(), depths, out),
-            nodes,
-            depths.stride(0),
+            *(nodes, depths.stride(0)),
             BN=triton.next_power_of_2(nodes),
             num_warps=1,
             **dependent(depths.device),
@@ -234,12 +233,7 @@ def pick(scores: Tensor, uniform: Tensor | None, settings: SamplingSettings | No
     )
     _draw_kernel[(rows,)](
         *(x, peak, mass, low, first, u, ids),
-        *sizes,
-        *apart,
-        *u.stride(),
-        padded,
-        CHUNK,
-        *kept,
+        *(*sizes, *apart, *u.stride(), padded, CHUNK, *kept),
         num_warps=DRAW_WARPS,
         **pdl,
     )
@@ -282,14 +276,7 @@ def posterior_walk(tokens: Tensor, parents: Tensor, picks: Tensor, steps: int) -
     accepted, bonus = torch.empty(2, batch, dtype=torch.int64, device=tokens.device)
     padded = max(32, triton.next_power_of_2(nodes))
     _walk_kernel[(batch,)](
-        *given.values(),
-        path,
-        accepted,
-        bonus,
-        nodes,
-        steps,
-        *strides(1, *given.values()),
-        padded,
+        *(*given.values(), path, accepted, bonus, nodes, steps, *strides(1, *given.values()), padded),
         num_warps=1 if padded <= 256 else 4,
         **dependent(tokens.device),
     )

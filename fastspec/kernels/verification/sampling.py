@@ -277,19 +277,8 @@ def cut(x: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
     for wanted, mass in ((0 < settings.top_k < vocab, False), (settings.top_p < 1, True)):
         for step in range(steps if wanted else 0):
             _digit_kernel[(chunks, rows)](
-                *state,
-                arrived,
-                *sizes,
-                32 - DIGIT_BITS * (step + 1),
-                before,
-                after,
-                1 - settings.top_p,
-                *strides,
-                mass,
-                step == 0,
-                step == steps - 1,
-                CHUNK,
-                padded,
+                *(*state, arrived, *sizes, 32 - DIGIT_BITS * (step + 1), before, after, 1 - settings.top_p),
+                *(*strides, mass, step == 0, step == steps - 1, CHUNK, padded),
                 num_warps=DIGIT_WARPS[mass],
                 **pdl,
             )
@@ -297,18 +286,7 @@ def cut(x: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
     by_share = torch.tensor(settings.min_p, dtype=torch.float32, device="cpu").item() > 0
     least = math.log(settings.min_p) if by_share else 0.0
     _close_kernel[(rows,)](
-        *state,
-        first,
-        *sizes,
-        end,
-        before,
-        after,
-        least,
-        *strides,
-        settings.top_p < 1,
-        by_share,
-        CHUNK,
-        padded,
+        *(*state, first, *sizes, end, before, after, least, *strides, settings.top_p < 1, by_share, CHUNK, padded),
         num_warps=CLOSE_WARPS,
         **pdl,
     )

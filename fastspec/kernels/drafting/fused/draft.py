@@ -479,13 +479,7 @@ def draft(
         tokens, features, counts = lengths, last, lengths
     draft_kernel[(s.programs,)](
         *(tokens, features, counts, last, readout, k_cache, v_cache, lengths, cos, sin),
-        *w,
-        scores,
-        out_tokens,
-        parents,
-        s.buffers,
-        limit,
-        *k_cache.stride()[:2],
+        *(*w, scores, out_tokens, parents, s.buffers, limit, *k_cache.stride()[:2]),
         HALF=cos.shape[1],
         **s.meta,
         **s.options,
