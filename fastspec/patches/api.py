@@ -30,11 +30,12 @@ from fastspec.patches.call.refusals import refuse_heads
 from fastspec.patches.cascade.loop import CascadeModels
 from fastspec.patches.cascade.open_batch import ContinuousCascade
 from fastspec.patches.cascade.stages import Patching
-from fastspec.patches.continuous_batch import FIRST, BatchSettings, Continuous, open_batch
+from fastspec.patches.continuous_batch import FIRST, Continuous, open_batch
 from fastspec.patches.hf.compat import device_of, drop_capturing_hooks, has_capturing_hooks, unwrapped
 from fastspec.patches.hf.factory import language_model
 from fastspec.patches.hf.modes import check_supported, mode_for, not_patched
 from fastspec.patches.hf.tree_check import check_states
+from fastspec.patches.open_turns import BatchSettings
 from fastspec.patches.session import STATE, PatchSession, deep_copy, patched_session, session_of, state_before
 
 ASSISTANTS = tuple(NAMES)

@@ -9,9 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from numbers import Integral
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,33 +38,19 @@ from fastspec.patches.hf.compat import (
     own_stop_strings,
     unwrapped,
 )
-from fastspec.patches.hf.config_fields import position_limit
 from fastspec.patches.hf.modes import adapter_for, mode_for
 from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.open_ranks import OpenRanks, PromptMail, SilentRounds, TurnOrder
-from fastspec.patches.open_turns import Act, OpenTurns
+from fastspec.patches.open_turns import Act, BatchSettings, OpenTurns
 from fastspec.patches.session import PatchSession, patched_session
 from fastspec.patches.warmup import MOST_WARM, SHARE, WARM_LENGTH, WARM_NEW, open_batch_calls, room_for, warm_lengths
 
-LONGEST = 8192
-"""Tokens of a row, prompt and answer, where nothing says how many."""
 FIRST = "fastspec.patch(model) comes before fastspec.continuous"
 CHUNKS = {"cuda": 1024, "cpu": 256}
 """Tokens of prompts that are read between two rounds, by the kind of device: on a GPU several short prompts, in one
 pass."""
 POLL = 0.002
 """Seconds after which a warm-up looks again how many turns there were."""
-
-
-@dataclass(frozen=True, slots=True)
-class BatchSettings:
-    """Settings of an open batch, as `continuous` takes them."""
-
-    rows: int
-    max_length: int | None
-    prefill_chunk: int | Literal["auto"] | None
-    narrows: bool
-    prefix_caching: bool | None
 
 
 class Continuous(OpenTurns):
@@ -89,18 +75,7 @@ class Continuous(OpenTurns):
         self._original = session.original(model, "generate")
         self._mail, self._numbers = PromptMail(), itertools.count()
         self._left = False
-        super().__init__(
-            model,
-            session,
-            decoding,
-            resolved,
-            settings.rows,
-            settings.max_length or min(LONGEST, position_limit(model.config) or LONGEST),
-            chunk,
-            ranks,
-            narrows=settings.narrows,
-            caches=settings.narrows if settings.prefix_caching is None else settings.prefix_caching,
-        )
+        super().__init__(model, session, decoding, resolved, settings, chunk, ranks)
         session.batches += 1
         if ranks is not None:
             opens(ranks.whole)

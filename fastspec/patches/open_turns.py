@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -35,6 +35,7 @@ from fastspec.patches.call.plan import Plan, Text
 from fastspec.patches.call.processors import Processing
 from fastspec.patches.hf.changes import Snapshot, WeightSample
 from fastspec.patches.hf.compat import device_of
+from fastspec.patches.hf.config_fields import position_limit
 from fastspec.patches.hf.ends import end_tokens
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import mode_for
@@ -43,6 +44,21 @@ from fastspec.patches.session import PatchSession
 
 AGREED_EVERY = 64
 """Turns after which processes choose the sizes of trees by newer times."""
+
+
+LONGEST = 8192
+"""Tokens of a row, prompt and answer, where nothing says how many."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSettings:
+    """Settings of an open batch, as `continuous` takes them."""
+
+    rows: int
+    max_length: int | None
+    prefill_chunk: int | Literal["auto"] | None
+    narrows: bool
+    prefix_caching: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +83,14 @@ class OpenTurns(ABC):
         session: PatchSession,
         decoding: Decoding,
         resolved: Callable[[], Decoding],
-        rows: int,
-        max_length: int,
+        settings: BatchSettings,
         chunk: int | None,
         ranks: OpenRanks | None,
-        *,
-        narrows: bool,
-        caches: bool,
     ) -> None:
+        rows, narrows = settings.rows, settings.narrows
         self.model, self.session, self.decoding, self.chunk = model, session, decoding, chunk
-        self._resolved, self._narrows, self.max_length = resolved, narrows, max_length
+        self._resolved, self._narrows = resolved, narrows
+        self.max_length = settings.max_length or min(LONGEST, position_limit(model.config) or LONGEST)
         self._together = TOGETHER if narrows else 1  # which would make roundings depend on the load
         self.stats = Stats(assistant=decoding.name, rows=rows)
         """Counts since the batch was opened."""
@@ -109,6 +123,7 @@ class OpenTurns(ABC):
                 lambda count, other: self._unless_changed(count, other), self._batch, rows, narrows=narrows
             )
         drafter, target = self._widths.current.engine.drafter, self._widths.current.engine.target
+        caches = narrows if settings.prefix_caching is None else settings.prefix_caching
         if caches and (drafter is None or drafter.resumes or decoding.taps is None):
             self._prefixes.least = LEAST_CAPTURED if target.captures else LEAST
         self._thread = threading.Thread(target=self._run, name="fastspec-continuous", daemon=True)

@@ -27,10 +27,11 @@ from fastspec.patches.call.refusals import setting
 from fastspec.patches.cascade.loop import AdaptiveCascade, CascadeRow, left_out, put_answer
 from fastspec.patches.cascade.settings import new_tokens, read_prompts, refuse, stage_options
 from fastspec.patches.cascade.stages import StageModel
-from fastspec.patches.continuous_batch import BatchSettings, Continuous, open_batch
+from fastspec.patches.continuous_batch import Continuous, open_batch
 from fastspec.patches.hf.config_fields import position_limit
 from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.open_ranks import OpenRanks, TurnOrder
+from fastspec.patches.open_turns import BatchSettings
 from fastspec.patches.warmup import WARM_LENGTH
 
 TRIAL_PROMPT = 64
