@@ -52,31 +52,23 @@ CUSTOM_GENERATE = str(Path(__file__).with_name("hub"))
 """The folder that `model.generate(custom_generate=fastspec.CUSTOM_GENERATE, trust_remote_code=True, assistant=...)`
 takes."""
 
-_LAZY = {
-    "Decoding": "fastspec.generation.drafters.base",
-    "Drafter": "fastspec.generation.drafters.base",
-    "NgramStorage": "fastspec.generation.drafters.ngram_storage",
-    "SuffixStorage": "fastspec.generation.drafters.ngram_storage",
-    "Profile": "fastspec.generation.stats",
-    "TokenTree": "fastspec.generation.tree",
-    "Continuous": "fastspec.patches.continuous_batch",
-    "Grammar": "fastspec.patches.call.grammar",
-    "Report": "fastspec.patches.report",
-    "clear_memory": "fastspec.patches.api",
-    "continuous": "fastspec.patches.api",
-    "patch": "fastspec.patches.api",
-    "patched": "fastspec.patches.api",
-    "profile": "fastspec.patches.api",
-    "report": "fastspec.patches.report",
-    "unpatch": "fastspec.patches.api",
-    "frontier_generate": "fastspec.patches.assistants.fused",
-    "load_head": "fastspec.patches.assistants.heads",
-    "log_probs": "fastspec.patches.scoring",
-    "Tuned": "fastspec.patches.tuning.tune",
-    "Tuning": "fastspec.patches.tuning.tune",
-    "tune": "fastspec.patches.tuning.tune",
-    "warmup": "fastspec.patches.warmup",
+_PLACES = {
+    "generation.drafters.base": "Decoding Drafter",
+    "generation.drafters.ngram_storage": "NgramStorage SuffixStorage",
+    "generation.stats": "Profile",
+    "generation.tree": "TokenTree",
+    "patches.continuous_batch": "Continuous",
+    "patches.call.grammar": "Grammar",
+    "patches.report": "Report report",
+    "patches.api": "clear_memory continuous patch patched profile unpatch",
+    "patches.assistants.fused": "frontier_generate",
+    "patches.assistants.heads": "load_head",
+    "patches.scoring": "log_probs",
+    "patches.tuning.tune": "Tuned Tuning tune",
+    "patches.warmup": "warmup",
 }
+"""Module -> its public names, which load on first use."""
+_LAZY = {name: f"fastspec.{module}" for module, names in _PLACES.items() for name in names.split()}
 
 __all__ = [
     "CUSTOM_GENERATE",

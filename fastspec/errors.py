@@ -45,12 +45,9 @@ class NoDistribution(FastSpecError):
         """The error of a row with so many new tokens."""
         return cls(
             f"{'this prompt' if row is None else f'row {row} of the batch'} cannot be sampled after {tokens} new "
-            "tokens: its scores hold "
-            'NaN or +inf, or the processors have left no token. Plain generate raises here, too ("probability tensor '
-            "contains either "
-            '`inf`, `nan` or element < 0"). Look for NaN in the weights, such as those of a training run that '
-            "diverged, for a dtype that "
-            "overflows, and at the logits processors",
+            "tokens: its scores hold NaN or +inf, or the processors have left no token. Plain generate raises here, "
+            'too ("probability tensor contains either `inf`, `nan` or element < 0"). Look for NaN in the weights, such '
+            "as those of a training run that diverged, for a dtype that overflows, and at the logits processors",
             row,
         )
 

@@ -220,8 +220,8 @@ def check_draft(draft: Any, target: Any) -> Any:
         kinds = ["a decoder-only", "an encoder-decoder"]
         raise Unsupported(
             f"the draft model is {kinds[model.config.is_encoder_decoder]} model and the target "
-            f"{kinds[target.config.is_encoder_decoder]} "
-            "one: a draft model reads what the target reads, so both must be of one kind"
+            f"{kinds[target.config.is_encoder_decoder]} one: a draft model reads what the target reads, so both must "
+            "be of one kind"
         )
     if target.config.is_encoder_decoder and isinstance(draft, Pair):
         raise Unsupported(
@@ -291,8 +291,8 @@ def warn_if_refused(decoding: Any, stats: Stats) -> bool:
         return False
     warnings.warn(
         f"drafts of the draft model were accepted in {accepted} of {stats.draft_rounds} rounds: it predicts little "
-        "of the target, "
-        "or has another tokenizer; then give both with speculative=(draft_model, draft_tokenizer, tokenizer)",
+        "of the target, or has another tokenizer; then give both with speculative=(draft_model, draft_tokenizer, "
+        "tokenizer)",
         stacklevel=2,
     )
     return True
