@@ -12,7 +12,7 @@ from helpers.stored import float8, packed, rows8, table4
 
 from fastspec.kernels.launch import is_hopper
 from fastspec.kernels.linear.reference import GELU_TANH, SILU, Parts, joined, opened
-from fastspec.kernels.quantised import hopper, reference
+from fastspec.kernels.quantised import hopper, reference, row
 from fastspec.kernels.quantised import linear as kernel
 
 pytestmark = [
@@ -109,6 +109,21 @@ def test_a_gate_and_weights_side_by_side(layout, dtype, kind):
         assert isinstance(found, Parts) == (4 < rows <= 32) and torch.equal(joined(found), beside[-rows:])
         assert isinstance(kernel.linear_parts(x[-rows:], three, [bias, None, None]), torch.Tensor)
         assert torch.equal(kernel.linears(x[-rows:, :640], wide, [None] * 3), undivided[-rows:])
+
+
+@pytest.mark.parametrize("channels, depth", [((336,), 2048), ((4096, 1024, 1024), 4096), ((4096,), 14336)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_row_alone_has_its_bits_beside_another(layout, channels, depth):
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        weights = [LAYOUTS[layout](count, depth, torch.bfloat16)[0] for count in channels]
+        x = torch.randn(2, depth).bfloat16()
+        biases = [torch.randn(count).bfloat16() for count in channels]
+    assert row.launched(weights, False) is not None and row.launched(weights[:1] * 2, True) is not None
+    both, gated = kernel.linears(x, weights, biases), kernel.linears(x, weights[:1] * 2, biases[:1] * 2, SILU)
+    for _ in range(20):
+        assert torch.equal(kernel.linears(x[1:], weights, biases), both[1:])
+        assert torch.equal(kernel.linears(x[:1], weights[:1] * 2, biases[:1] * 2, SILU), gated[:1])
 
 
 @pytest.mark.parametrize("layout", ["int8 by lines", "e4m3 in blocks of 128", "e4m3 by lines", "4 bits by lines"])

@@ -33,6 +33,7 @@ LACKING = (
     ("8B", "ordered attention, long text in one share, 61 rows"),
     ("mixers", "delta_tree, 61 rows"),
     ("135M", "stored product of 4 bits by order, 61 rows"),
+    ("135M", "stored product of int8 on sums, 1 rows"),
     ("mixers", "experts in MXFP4, 16 rows"),
 )
 """Launches of kernels that no part has."""
@@ -128,7 +129,7 @@ def test_every_kernel_compiles_for_each_device(capability):
     for rows in made:
         check(rows)
     assert len({row["kernel"] for rows in made for row in rows}) == (
-        63 if capability == 90 else 59
+        64 if capability == 90 else 59
     )  # as the whole of the launches has
 
 

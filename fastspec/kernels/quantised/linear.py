@@ -26,13 +26,14 @@ from fastspec.kernels.arguments import FLOATS, PACKED, dtypes_of, expect
 from fastspec.kernels.launch import dependent, padded, prefetch, runs_ptx, stages_within
 from fastspec.kernels.linear import reference as linear_reference
 from fastspec.kernels.linear.launches import MAX_ROWS, Launch
-from fastspec.kernels.linear.reference import Activation, Parts
+from fastspec.kernels.linear.reference import SILU, Activation, Parts
 from fastspec.kernels.linear.swiglu import gated
 from fastspec.kernels.quantised import reference
 from fastspec.kernels.quantised.conversions import assembly
 from fastspec.kernels.quantised.hopper import SIDEWAYS, hopper_stored, operands_of, parts_of, takes
 from fastspec.kernels.quantised.hopper import launch_of as hopper_launch_of
 from fastspec.kernels.quantised.reference import Codes, Numbers, StoredWeight
+from fastspec.kernels.quantised.row import launched, stored_row
 
 TALLEST = 64
 """Rows of a tile."""
@@ -464,8 +465,13 @@ def _multiply(
     out: Tensor,
     kind: Activation | None = None,
 ) -> None:
-    """`_launch` by the launch for x [R, K], or Hopper's own kernel."""
-    if all(takes(x, weight) for weight in weights):
+    """`_launch` by the launch for x [R, K], or Hopper's own kernels."""
+    hopper = all(takes(x, weight) for weight in weights)
+    alone = hopper and len(x) == 1 and x.dtype == torch.bfloat16
+    form = launched(weights, kind is not None, kind or SILU, biases[0] is not None) if alone else None
+    if form is not None:
+        stored_row(x, weights, biases, out, form)
+    elif hopper:
         hopper_stored(x, weights, biases, out, hopper_launch_of(weights, len(x), kind is not None), kind)
     else:
         _launch(x, weights, biases, out, launch_of(weights[0], len(x)), kind)

@@ -1,0 +1,91 @@
+"""One row's products with stored weights on Hopper, run on the CPU by an emulator of their statements and PTX."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from helpers import emulator
+from helpers.kernels_linear import product
+from helpers.stored import float8, packed, rows8, table4
+
+from fastspec.kernels.linear.reference import GELU_TANH, SILU, opened
+from fastspec.kernels.quantised import reference, row
+from fastspec.kernels.quantised.reference import StoredWeight
+
+
+def halved(*given, **options):
+    """4 bits with scales of float16, as AWQ and GPTQ have them."""
+    weight, dense = packed(4, 128, *given, **options)
+    return replace(weight, scales=weight.scales.half()), dense
+
+
+LAYOUTS = {
+    "int8 by lines": partial(rows8, on_sums=True),
+    "packed, 8 bits by lines": partial(packed, 8, None),
+    "packed, 8 bits by groups of 64": partial(packed, 8, 64),
+    "e4m3 in blocks of 128": partial(float8, (128, 128)),
+    "e4m3 by lines": partial(float8, None),
+    "4 bits by lines": partial(packed, 4, None),
+    "4 bits by groups of 128": partial(packed, 4, 128),
+    "4 bits by groups of 32, zero points": partial(packed, 4, 32, zeros=True),
+    "4 bits by groups of 128, zero points, float16": partial(halved, zeros=True),
+    "nf4": table4,
+    "nf4, nested": partial(table4, nested=True),
+}
+
+
+def numbers(weight: StoredWeight) -> torch.Tensor:
+    """What the kernel multiplies by, in float64."""
+    lines = torch.arange(weight.shape[0]) // weight.block[0]
+    columns = torch.arange(weight.depth) // weight.block[1]
+    made, zeros = reference.numbers(weight).bfloat16().double(), reference.zeros(weight)
+    made = made if zeros is None else made - zeros[:, columns]
+    return made * reference.scales(weight).double()[lines][:, columns]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_side_by_side(layout):
+    torch.manual_seed(0)
+    weights = [LAYOUTS[layout](channels, 2048, torch.bfloat16)[0] for channels in (32, 16, 16)]
+    x, biases = torch.randn(1, 2048).bfloat16(), [torch.randn(len(weight.codes)).bfloat16() for weight in weights]
+    form = row.launched(weights, False, SILU, True)
+    assert form is not None and form.parts == 4
+    out, first = emulator.stored_row(x, weights, biases, form), 0
+    for weight, bias in zip(weights, biases, strict=True):
+        wanted, wide = product(x, numbers(weight), bias)
+        assert bool(((out[first : first + len(bias)].double() - wanted[0]).abs() <= wide[0]).all())
+        first += len(bias)
+
+
+@pytest.mark.parametrize("kind", [SILU, GELU_TANH], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_gate_and_an_up_part(layout, kind):
+    torch.manual_seed(1)
+    gate, up = (LAYOUTS[layout](32, 1024, torch.bfloat16)[0] for _ in range(2))
+    x, bias = torch.randn(1, 1024).bfloat16(), torch.randn(32).bfloat16()
+    form = row.launched((gate, up), True, kind, True)
+    assert form is not None and (form.gates, form.parts) == (2, 1)
+    out = emulator.stored_row(x, (gate, up), (bias, bias), form)
+    parts = [product(x, numbers(weight), bias)[0].bfloat16() for weight in (gate, up)]
+    wanted = (opened(parts[0], kind).bfloat16() * parts[1])[0]
+    assert torch.allclose(out.float(), wanted.float(), rtol=0.05, atol=0.05 * float(wanted.float().std()))
+
+
+@pytest.mark.parametrize("shares, size, stages", [(4, 64, 2), (4, 64, 5), (8, 64, 3), (4, 128, 4), (8, 128, 2)])
+def test_launches_give_the_same_bits(shares, size, stages):
+    torch.manual_seed(2)
+    weight, x = packed(4, 128, 32, 2048, torch.bfloat16, zeros=True)[0], torch.randn(1, 2048).bfloat16()
+    usual, other = row.launched([weight], False), row.form_of([weight], False, shares, size, stages)
+    assert usual is not None and other is not None
+    assert torch.equal(emulator.stored_row(x, [weight], [None], other), emulator.stored_row(x, [weight], [None], usual))
+
+
+def test_weights_that_it_does_not_take():
+    few = packed(4, 128, 32, 1536, torch.bfloat16)[0]  # three scales a part
+    odd = packed(4, 128, 40, 2048, torch.bfloat16)[0]
+    wide = packed(4, 512, 32, 2048, torch.bfloat16)[0]  # groups longer than stages
+    for weight in (few, odd, wide):
+        assert row.launched([weight], False) is None
