@@ -143,6 +143,9 @@ class Threads:
 
     def store(self, at: Words, words: Words) -> None:
         assert (at % 4 == 0).all() and (at + 4 <= len(self.shared)).all()
+        assert len(np.unique(at)) == len(np.unique(np.stack((at, words)), axis=1).T), (
+            "threads store two words in a place"
+        )
         for i in range(4):
             self.shared[at + i] = words >> np.uint32(8 * i)
 
@@ -162,16 +165,21 @@ class Threads:
             of, _, more = name.strip("[]").partition("+")
             return value(of).astype(np.int64) + int(more or 0)
 
-        program = re.sub(r"\.reg [^;]*;|DONE: |@p bra DONE;", "", program.strip())
+        left, is_left = dict[str, Words](), np.zeros(self.count, bool)
+        program = re.sub(r"\.reg [^;]*;", "", program.strip())
         for line in re.sub(r"^\{|\}$", "", program).split(";"):
-            found = re.match(r"(?:@(\w+) )?(\S+) ?(.*)", line.strip())
+            if line.strip().startswith("DONE: "):  # where threads that were left behind go on
+                held |= {name: np.where(is_left, words, held[name]) for name, words in left.items()}
+            found = re.match(r"(?:@(\w+) )?(\S+) ?(.*)", line.strip().removeprefix("DONE: "))
             if found is None:
                 continue
             _, op, rest = found.groups()
             is_on = held[found[1]] if found[1] else np.ones(self.count, bool)
             names = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+", rest)
             several = [re.findall(r"[^{},\s]+", name) for name in names]
-            if op in OPS:
+            if op == "bra":
+                left, is_left = dict(held), is_on
+            elif op in OPS:
                 held[names[0]] = OPS[op](*map(value, names[1:]))
             elif op.startswith("mov") and len(several[0]) == 2:
                 held |= {name: value(names[1]) >> np.uint32(16 * i) for i, name in enumerate(several[0])}

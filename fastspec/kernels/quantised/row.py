@@ -31,6 +31,12 @@ from fastspec.kernels.quantised.reference import StoredWeight
 
 SHARED, HALF = 227 << 10, 112 << 10
 """Bytes of shared memory of a program, and of one that another stands beside."""
+AT_ONCE = 16 * 2 * 132
+"""Lines of programs that an H200 runs at once. Each loads a table: of more, as of the 8B shape's queries, keys and
+values (11.4 us for 9.4), tall tiles are faster."""
+FEW = 32 << 20
+"""Bytes of 8-bit codes without groups, of which tall tiles read more as fast (8B down 15.5 us for 16.9, gates 31.0 for
+32.6)."""
 SCALES = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -216,7 +222,8 @@ def _row_stored(p_x, weights, p_out, steps, table, FORM: gl.constexpr, PDL: gl.c
         at = base + (o_told % LINES * PITCH + o_told // LINES * (COLUMNS // PARTS)) * 4
         given = [at + FORM.at_sums, at + FORM.at_scales, warp * 32]
         b_sum = gl.inline_asm_elementwise(FORM.scaled, "=f,r,r,r", given, gl.float32, False, 1)
-        gl.inline_asm_elementwise(FORM.store, "=r,r,f", [parts + o_told * 4, b_sum], gl.int32, False, 1)
+        given = [parts + o_told * 4, b_sum, thread, thread * 0 + LINES * PARTS]
+        gl.inline_asm_elementwise(FORM.store_some, "=r,r,f,r,r", given, gl.int32, False, 1)
     else:
         b_sum = gl.where(t % 2 == 1, c2, c0)
         b_sum = gl.inline_asm_elementwise(FORM.times, "=f,f,f", [b_sum, b_line], gl.float32, True, 1)
@@ -365,10 +372,17 @@ def form_of(
 
 
 def _launches(weights: Sequence[StoredWeight], gated: bool) -> Iterator[tuple[int, int, int]]:
-    """Shares of the depth, bytes of a line a stage and stages, the likeliest first."""
+    """Shares of the depth, bytes of a line a stage and stages: those that were the fastest on an H200, of the products
+    of an 8B shape, and others for a depth that these do not divide."""
     one, parts = weights[0], 1 if gated else min(map(parts_of, weights))
     grouped, bits = one.block[1] < one.depth, one.kind.bits
-    most = parts if not grouped else 8 if parts > 1 else 4 if one.kind.table else 2
+    if one.kind.table:
+        yield 8, 64, 2
+    elif grouped and bits == 4:
+        yield (8, 128, 2) if not gated else (2, 128, 3) if one.zeros is not None else (4, 128, 2)
+    elif grouped:
+        yield (4, 128, 3) if gated else (8, 128, 3)
+    most = 8 if grouped else parts
     for shares in (each for each in (8, 4, 2, 1) if parts <= each <= most):
         for size in (256, 128, 64) if bits == 8 else (128, 64):
             yield from ((shares, size, stages) for stages in (3, 2))
@@ -384,6 +398,14 @@ def launched(
     known = all(each.dtype == torch.float32 for each in nested) if nested else one.scales.dtype in SCALES
     aligned = all(weight.shape[0] % 16 == 0 and weight.scales.data_ptr() % 16 == 0 for weight in weights)
     if not known or not aligned or (one.nested is not None and one.nested.block % 4):
+        return None
+    if not gated and one.kind.table and sum(weight.shape[0] for weight in weights) > AT_ONCE:
+        return None
+    if (
+        one.kind.bits == 8
+        and one.block[1] >= one.depth
+        and (gated or sum(weight.codes.nbytes for weight in weights) > FEW)
+    ):
         return None
     found = (form_of(weights, gated, *each, kind=kind, biased=biased) for each in _launches(weights, gated))
     widest = None
