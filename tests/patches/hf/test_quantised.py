@@ -27,7 +27,12 @@ from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 import fastspec
 from fastspec.errors import Unsupported
 from fastspec.kernels.quantised.reference import E4M3, INT8, StoredWeight, dequantised
+from fastspec.patches import session
+from fastspec.patches.backends import TORCH
 from fastspec.patches.hf.compat import dtype_of
+from fastspec.patches.hf.exact import refuse_parts
+from fastspec.patches.hf.model import HFModel
+from fastspec.patches.hf.modes import adapter_for
 from fastspec.patches.hf.quantised import read
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": 1000}
@@ -133,6 +138,45 @@ def test_an_open_batch_multiplies_them_too():
         answers = [each.result() for each in found]
     for length, answer in zip((4, 7), answers, strict=True):
         assert torch.equal(answer, dense.generate(**prompts(length), **OPTIONS))
+
+
+SHARED_KEYS = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "over"),
+    [("llama", {}), ("gemma4_text", SHARED_KEYS), ("qwen3_5_text", {})],
+    ids=lambda given: str(given)[:9],
+)
+def test_every_pass_multiplies_a_weight_beside_the_same_others(kind, over, monkeypatch):
+    """Prompts, tokens, trees, several rows, an early exit, an open batch and a text that is scored: of weights beside
+    each other a kernel takes the fewest parts of any, so that a weight alone could have other bits."""
+    model, dense = pair(by_lines, model_type=kind, num_hidden_layers=4, **over)
+    joined: dict[int, set[tuple[int, ...]]] = {}
+
+    def recorded(x, weights, biases, kind=None):
+        together = tuple(weight.codes.data_ptr() for weight in weights)
+        for each in together:
+            joined.setdefault(each, set()).add(together)
+        return TORCH.stored_linears(x, weights, biases, kind)
+
+    kernels = replace(TORCH, stored_linears=recorded)
+    monkeypatch.setattr(session, "choose_backend", lambda *given, **options: kernels)
+    fastspec.patch(model, eagle3=tiny_head(dense), stored=True)
+    recurrent = kind == "qwen3_5_text"
+    for inputs, assistant in (
+        (prompts(40), "autoregressive"),
+        (prompts(3, 7), SMALL),
+        (prompts(5), "nasd"),
+        *(() if recurrent else ((prompts(5), fastspec.Speculative(early_exit=2)),)),
+    ):
+        model.generate(**inputs, **OPTIONS, assistant=assistant)
+    with fastspec.continuous(model, "nasd", rows=2) as batch:
+        for each in [batch.submit(prompts(length)["input_ids"], **OPTIONS) for length in (4, 7)]:
+            each.result()
+    if not recurrent:
+        fastspec.log_probs(model, **prompts(6))
+    assert joined and all(len(ways) == 1 for ways in joined.values())
 
 
 def test_a_weight_that_is_replaced_is_read_anew():
@@ -385,6 +429,15 @@ def test_what_transformers_dequantised_is_told(
 
 
 def test_exact_is_refused_by_name():
+    """On the CPU; and by any kernels where an adapter takes a weight from those beside it."""
     model, _ = pair(by_lines, num_hidden_layers=2)
     with pytest.raises(Unsupported, match="exact=True"):
         fastspec.patch(model, stored=True, exact=True)
+
+    def target() -> HFModel:
+        return HFModel(model, adapter_for(model), rows=1, capacity=8, tail=1, taps=None, ops=TORCH)
+
+    refuse_parts(target())
+    adapted(model)
+    with pytest.raises(Unsupported, match="layer 0 of LlamaForCausalLM has projections of attention"):
+        refuse_parts(target())
