@@ -34,6 +34,8 @@ StoredMixture = tuple[StoredExperts, StoredExperts]
 """Weights of experts, of gate and up [E, 2 * I, H] and down [E, H, I]."""
 Read = StoredWeight | StoredMixture | str
 """A weight, or that of experts, or why it is not read as stored."""
+OTHERS = "compressed-tensors of 8 and 4 bits, GPTQ and AWQ are"
+UNPACKED = "fastspec.models.load_model unpacks a GGUF when it loads it, to a plain model"
 PLAIN_CODES = {torch.int8: INT8, torch.float8_e4m3fn: E4M3}
 PACKED_CODES = {4: PACKED4, 8: PACKED8}
 TABLE_CODES = {"nf4": NF4, "fp4": FP4}
@@ -41,8 +43,8 @@ TABLE_CODES = {"nf4": NF4, "fp4": FP4}
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format: its name, what has a class of the library (the module, or its attribute `at`), and the reader, or why
-    there is none."""
+    """A format: its name, what has a class of the library ("": any; the module, or its attribute `at`), and the
+    reader, or why there is none."""
 
     name: str
     library: str
@@ -59,7 +61,8 @@ class Format:
         held: Any = module
         if self.at:
             held = module._parameters.get(self.at) if self.at == "weight" else module.__dict__.get(self.at)
-        return type(held).__name__ == self.kind and type(held).__module__.partition(".")[0] == self.library
+        named = self.kind in ("", type(held).__name__)
+        return named and type(held).__module__.partition(".")[0] == self.library
 
 
 def octets(codes: Tensor) -> Tensor:
@@ -112,7 +115,7 @@ def _compressed(module: Any) -> Read:
     packed, scales, zeros = held.get("weight_packed"), held.get("weight_scale"), held.get("weight_zero_point")
     codes = held.get("weight") if packed is None else packed
     if args is None or scales is None or codes is None or held.get("weight_global_scale") is not None:
-        return "its format has other tensors than codes, scales and zero points"
+        return f"its format has other tensors than codes, scales and zero points: {OTHERS}"
     if packed is not None and (codes.dtype != torch.int32 or args.num_bits not in PACKED_CODES or args.type != "int"):
         return f"weights are packed as {args.type} of {args.num_bits} bits: those of 4 and 8 bits are read"
     if packed is None and codes.dtype not in PLAIN_CODES:
@@ -198,6 +201,10 @@ def _torchao_rounds(module: Any) -> bool:
     return any(getattr(module.weight, name, None) is not None for name in names)
 
 
+def _other(module: Any) -> str:
+    return f"{type(module.weight).__name__} is not read: int8, float8 and intx in int8 are"
+
+
 NOT_LOADED = "its tensors are not loaded yet"
 FORMATS = (
     Format("torchao int8", "torchao", "Int8Tensor", _torchao, "weight", rounds=_torchao_rounds),
@@ -220,12 +227,20 @@ FORMATS = (
     ),
     Format("draft heads in 8 bits", "fastspec", "RoundedLinear", lambda layer: whole(layer.weight)),
     Format("bitsandbytes int8", "bitsandbytes", "Linear8bitLt", _bitsandbytes8, rounds=_always),
+    Format("torchao", "torchao", "", _other, "weight", rounds=_torchao_rounds),
     Format("optimum-quanto", "optimum", "QLinear", "its tensors are not read: torchao's int8 are"),
     Format("HQQ", "hqq", "HQQLinear", "its tensors are not read: bitsandbytes' 4 bits are"),
-    Format("NVFP4", "transformers", "NVFP4Linear", "its tensors are not read"),
-    Format("GGUF", "transformers", "GgufLinear", "its blocks are not read"),
-    Format("GGUF", "transformers", "GgufExperts", "experts are not read"),
-    Format("fine-grained FP8", "transformers", "FP8Experts", "experts are not read", rounds=_always),
+    Format("NVFP4", "transformers", "NVFP4Linear", f"its tensors are not read: {OTHERS}"),
+    Format("GGUF", "transformers", "GgufLinear", f"its blocks are not read: {UNPACKED}"),
+    Format("GGUF", "transformers", "GgufExperts", f"experts are not read: {UNPACKED}"),
+    Format("Gemma's QAT", "transformers", "QuantizedLinear", f"its codes are not read: {OTHERS}", rounds=_always),
+    Format(
+        "fine-grained FP8",
+        "transformers",
+        "FP8Experts",
+        "experts are not read: FineGrainedFP8Config(dequantize=True) loads dense ones",
+        rounds=_always,
+    ),
     Format("MXFP4", "fastspec", "PackedExperts", _mxfp4),
     Format(
         "MXFP4",

@@ -20,8 +20,11 @@ from helpers.stored import float8, grouped8, packed, rows8
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.integrations import nvfp4
 from transformers.integrations.compressed_tensors import CompressedTensorsFP8Linear
 from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
+from transformers.integrations.gemma_quant import QuantizedLinear
+from transformers.integrations.gguf.utils import GgufLinear
 from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 
 import fastspec
@@ -33,7 +36,7 @@ from fastspec.patches.hf.compat import dtype_of
 from fastspec.patches.hf.exact import refuse_parts
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import adapter_for
-from fastspec.patches.hf.quantised import read
+from fastspec.patches.hf.quantised import UNPACKED, read
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": 1000}
 SMALL = fastspec.Eagle3(depth=2, top_k=2, total_tokens=6)
@@ -271,6 +274,12 @@ def test_tensors_of_libraries_are_read_as_they_hold_them(make: Any, written: Any
     assert torch.equal(dequantised(found, torch.float32), dense)
 
 
+OTHER_TENSORS = (
+    "its format has other tensors than codes, scales and zero points: compressed-tensors of 8 and 4 bits, GPTQ and AWQ "
+    "are"
+)
+
+
 def test_tensors_that_do_not_fit_are_named() -> None:
     weight, _ = rows8(5, 8, torch.float32)
     assert read(by_torchao(replace(weight, scales=weight.scales[:4]))) == "4 scales are not one for each block of 1 x 8"
@@ -278,10 +287,10 @@ def test_tensors_that_do_not_fit_are_named() -> None:
     for name in ("weight_scale", "weight_packed"):
         module = by_compressed_tensors(whole)
         module._parameters[name] = None
-        assert read(module) == "its format has other tensors than codes, scales and zero points"
+        assert read(module) == OTHER_TENSORS
     module = by_compressed_tensors(whole)
     module.weight_global_scale = nn.Parameter(torch.ones(1))
-    assert read(module) == "its format has other tensors than codes, scales and zero points"
+    assert read(module) == OTHER_TENSORS
 
 
 class Linear8bitLt(nn.Linear):
@@ -378,11 +387,39 @@ def test_packed_experts_are_named():
         layer.mlp.experts = Mxfp4GptOssExperts(oss.config)
     for layer in mixtral.model.layers:
         layer.mlp.experts = FP8Experts(mixtral.config, block_size=(16, 16))
+    dense = "FineGrainedFP8Config(dequantize=True) loads dense ones"
     told = "MXFP4: its experts are laid anew: those of fastspec.models.load_model(..., packed=True) are read"
-    for model, name in ((oss, told), (mixtral, "fine-grained FP8: experts are not read")):
+    for model, name in ((oss, told), (mixtral, f"fine-grained FP8: experts are not read: {dense}")):
         with fastspec.patched(model, stored=True):
             report = fastspec.report(model)
         assert report.own_forward == {name: 2} and report.dequantised is None
+
+
+class Int4Tensor(nn.Parameter):
+    """torchao's weight of 4 bits, as far as it is named."""
+
+
+Int4Tensor.__module__ = "torchao.quantization"
+
+
+def test_other_formats_are_named_with_what_to_use_instead(monkeypatch):
+    """transformers' own modules, and a weight of torchao's that no row reads."""
+    monkeypatch.setattr(nvfp4, "load_nvfp4_kernel", lambda: SimpleNamespace(swizzled_sf_shape=lambda *sizes: sizes))
+    model = tiny_model(num_hidden_layers=1)
+    mlp, attn = model.model.layers[0].mlp, model.model.layers[0].self_attn
+    attn.q_proj = nvfp4.NVFP4Linear(64, 64)
+    attn.k_proj = GgufLinear(64, 64, 8)
+    mlp.up_proj = QuantizedLinear(64, 128, num_bits=4)
+    mlp.down_proj.weight = Int4Tensor(mlp.down_proj.weight.data)
+    with fastspec.patched(model, stored=True):
+        told = fastspec.report(model).own_forward
+    others = "compressed-tensors of 8 and 4 bits, GPTQ and AWQ are"
+    assert told == {
+        f"NVFP4: its tensors are not read: {others}": 1,
+        f"GGUF: its blocks are not read: {UNPACKED}": 1,
+        f"Gemma's QAT: its codes are not read: {others}": 1,
+        "torchao: Int4Tensor is not read: int8, float8 and intx in int8 are": 1,
+    }
 
 
 def fp8_file(held: dict[str, Tensor]) -> dict[str, Tensor]:
