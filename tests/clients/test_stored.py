@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from helpers.clients import MARKS, QUESTIONS, asked
+from helpers.cut_torchao import compare
 from helpers.generate import prompts
 from helpers.gptq import Recipe, written
 from helpers.models import tiny_head, tiny_model
 from helpers.pages import snippets
 from helpers.patch import assert_same, snapshot
+from helpers.processes import spawn
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
@@ -36,7 +38,7 @@ Load = Callable[[Path], Any]
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> Path:
     """A model in fp32 as a directory, its sizes multiples of 128, with biases in attention."""
-    path = tmp_path_factory.mktemp("plain")
+    path = tmp_path_factory.mktemp("stored") / "plain"
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": LAYERS, "tie_word_embeddings": False}
     tiny_model("qwen2", **sizes).save_pretrained(path)
     return path
@@ -320,6 +322,13 @@ def test_the_layers_of_the_pages_recipe_for_bitsandbytes_can_be_read_as_stored(p
     assert not fastspec.report(names["model"]).stored
     with fastspec.patched(fastspec.unpatch(names["model"]), stored=True):
         assert fastspec.report(names["model"]).stored == {"bitsandbytes 4 bits": 7 * LAYERS}
+
+
+@pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+def test_shares_of_two_processes_are_multiplied_as_stored(plain, kind):
+    """As transformers loads and cuts them; each process has rounded its own share."""
+    pytest.importorskip("torchao")
+    spawn(compare, (plain.parent, kind), 2)
 
 
 def gptq(folder: Path) -> Any:

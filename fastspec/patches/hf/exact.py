@@ -74,8 +74,9 @@ class Defaults:
 
     def reads_stored(self, model: Any, mode: Mode, ops: Ops) -> bool:
         """True where a model's quantised weights are multiplied as stored though nobody asked for it: in 16 bits, on a
-        device where that was measured to be faster than their own forward, which rounds no activations."""
-        if unfit(ops, mode.dtype) is not None or not is_timed(device_of(model)):
+        device where that was measured to be faster than their own forward, which rounds no activations; in one
+        process."""
+        if unfit(ops, mode.dtype) is not None or not is_timed(device_of(model)) or processes_of(model) > 1:
             return False
         self._follow(model, mode)
         if self._stored is None:

@@ -257,6 +257,8 @@ def products_of(parts: Adapter, layer: Any, dense: Callable[[Any], bool]) -> lis
     slots, mlp = [*inputs, out], getattr(layer, parts.mlp)
     if parts.gated_mlp and hasattr(mlp, "gate_proj") and dense(mlp):
         slots += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    if parts.layer_scale and hasattr(layer, parts.layer_input):
+        slots += [getattr(layer, parts.layer_input), getattr(layer, parts.layer_input_out)]
     if parts.mixture is not None and is_mixture(parts.mixture, mlp, stored=True):
         slots.append(mlp.experts)
     return slots

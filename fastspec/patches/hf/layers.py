@@ -52,7 +52,14 @@ from fastspec.patches.hf.layer_weights import (
     projections,
 )
 from fastspec.patches.hf.modes import decoder_of, is_foreign, is_wrapped, lm_head_of
-from fastspec.patches.hf.parallel import ParallelStyle, product_of_shares, share_of, weights_of
+from fastspec.patches.hf.parallel import (
+    ParallelStyle,
+    gives_own_outputs,
+    product_of_shares,
+    share_of,
+    stored_share,
+    weights_of,
+)
 from fastspec.patches.hf.quantised import AdaptedLinear, base_of, stored_layers
 from fastspec.patches.hf.replaced import has_replaced_methods
 
@@ -312,8 +319,12 @@ def product_of(modules: Sequence[Any], ops: Ops, *, parts: bool = False) -> Prod
         return product_of_shares(shares, ops, parts=parts)
     if ops.stored_linears is not None:
         layers = stored_layers(modules)
-        if layers is not None:
+        if layers is not None and gives_own_outputs(modules):
             return StoredLinears(ops, layers, parts=parts and len(layers) == 1)
+        if layers is not None and len(layers) == 1:
+            cut = stored_share(modules[0], layers[0].weight)
+            assert cut is not None  # else it would not be read
+            return cut.run(ops, parts=parts)
         inner = stored_layers((base_of(modules[0]),))
         if len(modules) == 1 and inner is not None:
             return AdaptedLinear(modules[0], StoredLinears(ops, inner))
@@ -392,7 +403,7 @@ def mlp_of(parts: Adapter, mlp: Any, ops: Ops) -> Product:
         return _gated_apart(parts, mlp, ops)
     if dense and ops.stored_linears is not None and holds_stored(mlp):
         stored = stored_layers((mlp.gate_proj, mlp.up_proj))
-        if kind is None or stored is None:
+        if kind is None or stored is None or not gives_own_outputs((mlp.gate_proj, mlp.up_proj)):
             return _gated_apart(parts, mlp, ops)
         return Gated(StoredLinears(ops, stored, kind), product_of((mlp.down_proj,), ops, parts=True))
     whole = getattr(mlp, parts.gate_up, None)

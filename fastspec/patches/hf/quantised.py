@@ -28,7 +28,8 @@ from fastspec.kernels.quantised.reference import (
     StoredExperts,
     StoredWeight,
 )
-from fastspec.patches.hf.compat import change_count, dequantised_method, hooks_of, is_capturing_hook
+from fastspec.patches.hf.compat import change_count, dequantised_method, hooks_of, is_capturing_hook, local_part
+from fastspec.patches.hf.parallel import own_part, parallel_style, stored_share
 
 StoredMixture = tuple[StoredExperts, StoredExperts]
 """Weights of experts, of gate and up [E, 2 * I, H] and down [E, H, I]."""
@@ -53,6 +54,8 @@ class Format:
     at: str = ""
     unpacked: bool = False
     """True where the library unpacks all weights of a model at its first forward pass."""
+    cut: bool = False
+    """True where what a process has of a layer that transformers has cut is read."""
     rounds: Callable[[Any], bool] = lambda module: False
     """True of a module whose own forward rounds activations too."""
 
@@ -207,9 +210,9 @@ def _other(module: Any) -> str:
 
 NOT_LOADED = "its tensors are not loaded yet"
 FORMATS = (
-    Format("torchao int8", "torchao", "Int8Tensor", _torchao, "weight", rounds=_torchao_rounds),
-    Format("torchao float8", "torchao", "Float8Tensor", _torchao, "weight", rounds=_torchao_rounds),
-    Format("torchao intx", "torchao", "IntxUnpackedToInt8Tensor", _torchao, "weight", rounds=_torchao_rounds),
+    Format("torchao int8", "torchao", "Int8Tensor", _torchao, "weight", cut=True, rounds=_torchao_rounds),
+    Format("torchao float8", "torchao", "Float8Tensor", _torchao, "weight", cut=True, rounds=_torchao_rounds),
+    Format("torchao intx", "torchao", "IntxUnpackedToInt8Tensor", _torchao, "weight", cut=True, rounds=_torchao_rounds),
     Format(
         "compressed-tensors",
         "compressed_tensors",
@@ -219,7 +222,7 @@ FORMATS = (
         unpacked=True,
         rounds=lambda module: module.quantization_scheme.input_activations is not None,
     ),
-    Format("fine-grained FP8", "transformers", "FP8Linear", _float8, rounds=_always),
+    Format("fine-grained FP8", "transformers", "FP8Linear", _float8, cut=True, rounds=_always),
     Format("compressed-tensors FP8", "transformers", "CompressedTensorsFP8Linear", _float8, rounds=_always),
     Format("bitsandbytes 4 bits", "bitsandbytes", "Linear4bit", _bitsandbytes),
     Format(
@@ -275,10 +278,15 @@ def read(module: Any) -> Read:
         return "no format of fastspec.patches.hf.quantised"
     if not all(map(is_capturing_hook, hooks_of(module))):
         return "a hook is on it"
-    forward = module.__dict__.get("forward")
-    if forward is not None and not (row.unpacked and _is_of(forward, row.library)):
+    forward, style = module.__dict__.get("forward"), parallel_style(module)
+    if style is not None and not row.cut:
+        return "it is cut over processes"
+    if style is None and forward is not None and not (row.unpacked and _is_of(forward, row.library)):
         return "its forward is replaced"
-    return row.read if isinstance(row.read, str) else row.read(module)
+    found = row.read if isinstance(row.read, str) else row.read(own_part(module))
+    if style is not None and isinstance(found, StoredWeight) and stored_share(module, found) is None:
+        return "the processes do not divide its blocks"
+    return found
 
 
 def _is_of(forward: Any, library: str) -> bool:
@@ -289,7 +297,8 @@ def _is_of(forward: Any, library: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StoredLinear:
-    """A linear layer whose weight is multiplied as stored: `weight` is read of the module as it is at the time."""
+    """A linear layer whose weight, or what this process has of it, is multiplied as stored: it is read of the module as
+    it is at the time."""
 
     module: Any
 
@@ -304,7 +313,8 @@ class StoredLinear:
     @property
     def bias(self) -> Tensor | None:
         """[M]."""
-        return self.module.bias
+        held = self.module.bias
+        return None if held is None else local_part(held)
 
 
 LORA = "peft.tuners.lora."
