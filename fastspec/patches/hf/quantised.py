@@ -29,7 +29,7 @@ from fastspec.kernels.quantised.reference import (
     StoredWeight,
 )
 from fastspec.patches.hf.compat import change_count, dequantised_method, hooks_of, is_capturing_hook, local_part
-from fastspec.patches.hf.parallel import own_part, parallel_style, stored_share
+from fastspec.patches.hf.parallel import LINEAR_STYLES, own_part, parallel_style, stored_share
 
 StoredMixture = tuple[StoredExperts, StoredExperts]
 """Weights of experts, of gate and up [E, 2 * I, H] and down [E, H, I]."""
@@ -279,7 +279,7 @@ def read(module: Any) -> Read:
     if not all(map(is_capturing_hook, hooks_of(module))):
         return "a hook is on it"
     forward, style = module.__dict__.get("forward"), parallel_style(module)
-    if style is not None and not row.cut:
+    if style is not None and not (row.cut and style in LINEAR_STYLES):
         return "it is cut over processes"
     if style is None and forward is not None and not (row.unpacked and _is_of(forward, row.library)):
         return "its forward is replaced"
@@ -315,6 +315,38 @@ class StoredLinear:
         """[M]."""
         held = self.module.bias
         return None if held is None else local_part(held)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredHalf(StoredLinear):
+    """The first or the second half of such a layer's outputs, `at` 0 or 1."""
+
+    at: int
+
+    @property
+    def weight(self) -> StoredWeight:
+        """[M / 2, K]."""
+        whole = StoredLinear(self.module).weight
+        half = whole.shape[0] // 2
+        found = whole.lines(self.at * half, half)
+        assert found is not None  # `stored_halves` has looked
+        return found
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[M / 2]."""
+        held = StoredLinear(self.module).bias
+        return None if held is None else held.chunk(2)[self.at]
+
+
+def stored_halves(module: Any) -> tuple[StoredHalf, StoredHalf] | None:
+    """Halves of a layer's outputs, gates and what they open, or None where it is not read, or they share a scale."""
+    found = read(module)
+    if not isinstance(found, StoredWeight):
+        return None
+    half = found.shape[0] // 2
+    divided = found.shape[0] == 2 * half and found.lines(0, half) and found.lines(half, half)
+    return (StoredHalf(module, 0), StoredHalf(module, 1)) if divided else None
 
 
 LORA = "peft.tuners.lora."

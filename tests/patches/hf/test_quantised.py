@@ -111,6 +111,30 @@ def test_assisted_calls_say_what_the_dequantised_model_says(make):
     assert_same(before, snapshot(model))
 
 
+@pytest.mark.parametrize("kind", ["phi3", "glm"])
+@pytest.mark.parametrize("size", [16, None, 24], ids=["blocks", "one scale", "a block of both"])
+def test_a_gate_and_what_it_opens_may_be_one_weight(kind, size):
+    """Halves of it, or, where they share a scale and under an adapter, its product."""
+    model, dense = pair(lambda layer: by_blocks(layer, size), model_type=kind, num_hidden_layers=2)
+    inputs = prompts(3, 7)
+    for change in (lambda held: held, with_adapters):
+        model, dense = map(change, (model, dense))
+        with fastspec.patched(model, eagle3=tiny_head(dense), stored=True):
+            expected = dense.generate(**inputs, **OPTIONS)
+            for assistant in ("autoregressive", SMALL):
+                assert torch.equal(model.generate(**inputs, **OPTIONS, assistant=assistant), expected)
+            report = fastspec.report(model)
+        assert not report.own_forward and report.stored["fine-grained FP8"] >= 4 * model.config.num_hidden_layers
+
+
+def with_adapters(model: Any) -> Any:
+    """The model with an adapter on the first layer's gate and what it opens."""
+    torch.manual_seed(1)
+    mlp = model.model.layers[0].mlp
+    mlp.gate_up_proj = LoraLinear(mlp.gate_up_proj)
+    return model.requires_grad_(False)
+
+
 @pytest.mark.parametrize("only", ["up_proj", "down_proj", "k_proj", "mlp"])
 def test_some_modules_are_quantised(only):
     model, dense = pair(by_lines, only, num_hidden_layers=2)
