@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.cascade import NAMED, trained
 from helpers.clients import MARKS, QUESTIONS, asked
 from helpers.cut_torchao import compare
 from helpers.generate import prompts
@@ -195,7 +196,7 @@ class Plain(TorchDispatchMode):  # type: ignore[misc]
         return run(*args, **(kwargs or {}))
 
 
-def check(model: Any, dense: Any) -> None:
+def check(model: Any, dense: Any, layers: int = 7) -> None:
     """Assisted calls say what the dequantised model says, all weights as stored, and `unpatch` leaves no trace."""
     before, values, count = trace(model), bits(model), len(slots(model))
     with Plain():
@@ -206,7 +207,7 @@ def check(model: Any, dense: Any) -> None:
     for assistant in ("autoregressive", TREE):
         assert torch.equal(model.generate(**inputs, **OPTIONS, assistant=assistant), expected)
     report = fastspec.report(model)
-    assert sum(report.stored.values()) == count >= 7 * LAYERS and not report.own_forward
+    assert sum(report.stored.values()) == count >= layers * LAYERS and not report.own_forward
     fastspec.unpatch(model)
     assert_same(before, trace(model))
     assert bits(model) == values
@@ -223,6 +224,30 @@ def test_weights_are_multiplied_as_stored(plain, kind):
     said = own.generate(**inputs, **OPTIONS)
     if not laid_anew(own):
         assert torch.equal(said, dense.generate(**inputs, **OPTIONS))
+
+
+@pytest.mark.parametrize(
+    "kind", ["torchao int8", "compressed-tensors w4a16, zero points", "bitsandbytes nf4, nested"], ids=str
+)
+def test_a_gate_and_what_it_opens_may_be_one_weight(kind, tmp_path):
+    """Phi-3's, and its projections."""
+    path = tmp_path / "plain"
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": LAYERS, "tie_word_embeddings": False}
+    tiny_model("phi3", **sizes).save_pretrained(path)
+    model = KINDS[kind](path)
+    check(model, densified(model, path), 4)
+
+
+def test_a_stage_of_a_cascade_is_multiplied_as_stored(plain):
+    pytest.importorskip("bitsandbytes")
+    small, ids = KINDS["bitsandbytes nf4, nested"](plain), torch.tensor([[5, 6, 7, 8]])
+    expected, large = densified(small, plain).generate(ids, **OPTIONS), loaded(plain)
+    stage = fastspec.Stage(small, name="medium", resources={"stored": True})
+    settings = {"label": "large", "predictor": trained(NAMED[1:]), "costs": [1.0, 2.0], "price": 0.0}
+    with fastspec.patched(large, cascade=fastspec.Cascade(stages=[stage], **settings)):
+        found = large.generate(ids, **OPTIONS, assistant="cascade")
+        assert fastspec.report(small).stored == {"bitsandbytes 4 bits": 7 * LAYERS}
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("kind", ROUNDED)

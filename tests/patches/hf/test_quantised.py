@@ -463,6 +463,29 @@ def mxfp4_file(held: dict[str, Tensor]) -> dict[str, Tensor]:
     return made
 
 
+def test_fine_grained_fp8_dequantises_as_transformers_does(tmp_path):
+    """Tensors of a file as its module holds them, beside what transformers makes of that file on a CPU: bit for bit.
+    Whole blocks, since it takes no others."""
+    size, block = {"num_hidden_layers": 1, "hidden_size": 96, "intermediate_size": 160}, [16, 16]
+    tiny_model("llama", **size).save_pretrained(tmp_path)
+    (file,), path = tmp_path.glob("*.safetensors"), tmp_path / "config.json"
+    torch.manual_seed(0)
+    held = load_file(file)
+    packed = {key: (each * 50).to(torch.float8_e4m3fn) for key, each in held.items() if "_proj" in key}
+    grids = {key: tuple(side // 16 for side in each.shape) for key, each in packed.items()}
+    scales = {f"{key}_scale_inv": torch.rand(grid) + 0.5 for key, grid in grids.items()}
+    save_file(held | packed | scales, file, {"format": "pt"})
+    config = {"quant_method": "fp8", "weight_block_size": block}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    for key, codes in packed.items():
+        made = FP8Linear(codes.shape[1], codes.shape[0], block_size=(16, 16))
+        made.weight.data, made.weight_scale_inv.data = codes, scales[f"{key}_scale_inv"]
+        weight = read(made)
+        assert not isinstance(weight, str), weight
+        assert torch.equal(dequantised(weight, torch.float32), model.get_parameter(key)), key
+
+
 @pytest.mark.parametrize(
     ("family", "change", "config", "told"),
     [
