@@ -85,6 +85,18 @@ def test_some_lines_are_those_of_the_whole(layout):
     assert (weight.lines(2, 8) is None) == (shared or weight.nested is not None)
 
 
+@EVERYWHERE
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_halves_of_a_weight_multiply_as_the_whole(device, layout):
+    torch.manual_seed(0)
+    write, step = LAYOUTS[layout]
+    with torch.device(device):
+        weight, _ = write(256, 4 * step if step > 1 else 160, torch.float16)
+        x = torch.randn(5, weight.depth).half()
+    halves = [weight.lines(0, 128), weight.lines(128, 128)]
+    assert torch.equal(kernel.linears(x, halves, [None] * 2), kernel.linear(x, weight, None))
+
+
 def test_lines_of_one_scale_have_it():
     weight, dense = float8((64, 96), 64, 96, torch.float32)
     part = weight.lines(21, 32)
