@@ -349,6 +349,19 @@ def test_the_layers_of_the_pages_recipe_for_bitsandbytes_can_be_read_as_stored(p
         assert fastspec.report(names["model"]).stored == {"bitsandbytes 4 bits": 7 * LAYERS}
 
 
+def test_the_pages_recipe_for_compressed_tensors_keeps_them_packed(plain, monkeypatch):
+    written, load = KINDS["compressed-tensors w4a16"](plain), AutoModelForCausalLM.from_pretrained
+    dense, inputs = densified(written, plain), prompts(4, 9)
+    places = {"org/model-w4a16": plain.parent / "compressed"}
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name: load(places[name], dtype=torch.float32))
+    (recipe,) = (each for each in snippets(Path("docs/guide/quantised.md")) if "org/model-w4a16" in each.text)
+    names: dict[str, Any] = {}
+    exec(compile(recipe.text, recipe.name, "exec"), names)
+    found = names["model"].generate(**inputs, **OPTIONS)
+    assert torch.equal(found, dense.generate(**inputs, **OPTIONS))
+    assert fastspec.report(names["model"]).stored == {"compressed-tensors": 7 * LAYERS}
+
+
 @pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
 def test_shares_of_two_processes_are_multiplied_as_stored(plain, kind):
     """As transformers loads and cuts them; each process has rounded its own share."""
