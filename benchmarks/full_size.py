@@ -411,6 +411,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     def measure(model: Any, heads: dict[str, Any], base: dict[str, Any]) -> None:
         """The rows of one model behind one length of text, in one number of rows."""
+        free_memory()  # what a model before has left
         ids = torch.randint(10, model.config.vocab_size, (base["batch"], base["prefix"]), device=device)
         read = dict[str, float | None]()
         for sums, method, bits in product(args.sums.split(","), args.methods.split(","), args.head_bits):
@@ -445,7 +446,6 @@ def main(arguments: list[str] | None = None) -> None:
         for prefix, batch in product(args.prefix, args.batch):
             base = {"shape": name, "weights": stored, "weight_bytes": weights, "prefix": prefix, "batch": batch}
             measure(model, heads, base)
-            free_memory()
         del model, heads
 
 

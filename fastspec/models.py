@@ -116,6 +116,11 @@ def load_model(
             ours = reads and take_over(config, source, experts=experts, **given)
             if larger is not None and not ours:
                 raise Unsupported(larger)
+            if ours and others:
+                raise Unsupported(
+                    f"{name} has packed weights, which are loaded whole: leave out {min(others)}, or name a checkpoint "
+                    "in bfloat16 or FP8 to cut it"
+                )
             if ours:
                 model, told = kind.from_pretrained(source, dtype=dtype, **_with_options(config, source, given, options))
                 refuse_missing(told["missing_keys"])

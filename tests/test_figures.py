@@ -45,6 +45,43 @@ def test_a_table_follows_its_rows(script: Any, monkeypatch: pytest.MonkeyPatch, 
     assert {name for name, table in script.TABLES.items() if table() != before[name]}
 
 
+def test_aims_of_stored_products_stand_beside_their_rows(script: Any) -> None:
+    """And none is reached."""
+
+    def ms(weights: str, rows: int = 1, nodes: int = 1, shape: str = "llama-8b") -> float:
+        wanted = {"shape": shape, "weights": weights, "batch": rows, "nodes": nodes}
+        bits = 8 if nodes > 1 else None
+        found = [each for each in script.of("stored_h200") if wanted.items() <= each.items()]
+        return float(min(each["round_ms"] for each in found if each["head_bits"] == bits))
+
+    def many(rows: int) -> float:
+        return ms("dense", rows) / ms("fp8", rows)
+
+    text = (ROOT / "docs" / "maintainers" / "kernels.md").read_text(encoding="utf-8")
+    told = [
+        (f"{ms('dense', nodes=60):.2f}", "5.4"),
+        (f"{1000 / ms('int8'):.0f} / {1000 / ms('fp8'):.0f}", "390"),
+        (f"{ms('int8', nodes=60):.2f} / {ms('fp8', nodes=60):.2f}", "4.1"),
+        (f"{1000 / ms('gptq'):.0f}", "530"),
+        (f"{1000 / ms('nf4'):.0f}", "470"),
+        (f"{1000 / ms('mxfp4', shape='gpt-oss-20b'):.0f}", "520"),
+        (" / ".join(f"{many(rows):.2f}" for rows in (8, 32, 128)), "1.3 / 1.15 / 1"),
+    ]
+    for found, aim in told:
+        assert f"| {found} | {aim} |" in text, found
+    assert ms("nf4", 128) > ms("dense", 128) < ms("fp8", 128)
+    kept = {
+        bits: {
+            each["prompts"]: each["acceptance_length"]
+            for each in script.of("head_bits_cpu")
+            if each["head_bits"] == bits
+        }
+        for bits in (8, 16)
+    }
+    lost = [1 - kept[8][name] / kept[16][name] for name in kept[16]]
+    assert f"loses {100 * max(lost):.1f} %" in text and sum(each > 0 for each in lost) == 1 and len(lost) == 5
+
+
 def test_the_page_of_peers_begins_with_what_its_tables_show(script: Any) -> None:
     cases = [case for file in script.PEERS for case in script.peer_cases(script.of(file)).items()]
     slower = [case for case, (ours, theirs) in cases for each in theirs if script.peer_figure(ours, each)[2] < 1]

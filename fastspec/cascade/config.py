@@ -20,7 +20,8 @@ RANGES = {"chow": (0, 1), "diff": (-1, 1), "opt": EVERY, "token_v1": (-1, 1), "t
 2405.19261)."""
 QUANTIZATIONS = (None, "4bit", "8bit")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-RESOURCES = ("eagle", "eagle2", "eagle3", "mtp", "speculative", "backend")
+SETTINGS = "backend", "exact", "stored", "head_bits"
+RESOURCES = ("eagle", "eagle2", "eagle3", "mtp", "speculative", *SETTINGS)
 """Names in a stage's `resources`: arguments of `fastspec.patch`."""
 HINTS = {
     "lambda": "a cascade's `price`, what a bad answer costs in milliseconds, is the trade-off that papers call lambda",
@@ -37,7 +38,7 @@ class Stage:
     `dtype`, `device_map` (accelerate's) and `quantization` ("4bit" or "8bit", by bitsandbytes). `tokenizer`, or a path
     or hub id of one, is needed where it is not the large model's own; text is then handed from stage to stage, and
     `prompt` may rewrite the large model's prompt, as text. The stage decodes with `assistant`, for which `resources` go
-    to `fastspec.patch`: {"eagle3": head}. `name` is for reports and predictors.
+    to `fastspec.patch`: {"eagle3": head, "stored": True}. `name` is for reports and predictors.
 
     `tensor_parallel` says over how many processes the stage is cut: all that hold the large model together, which load
     a path or hub id at the patch; or 1, which the first of them alone loads and runs. None: a loaded model as it is,

@@ -13,6 +13,7 @@ import torch
 from helpers.cascade import NAMED, Told, cascaded, stages, trained
 from helpers.examples import examples
 from helpers.generate import prompts, shallow_model
+from helpers.gptq import packed_layers
 from helpers.tokenizers import DRAFT, TARGET
 from hypothesis import given
 from hypothesis import strategies as st
@@ -364,6 +365,18 @@ def test_stages_are_loaded_as_asked(tmp_path: Any, options: dict[str, Any]) -> N
     product = held.model.layers[0].mlp.up_proj
     assert type(product).__module__.startswith("bitsandbytes" if "quantization" in options else "torch")
     assert out.tolist() == held.generate(ids, **GREEDY, eos_token_id=None).tolist()
+
+
+def test_a_stage_multiplies_weights_as_stored_where_that_is_asked() -> None:
+    small, large = packed_layers(shallow_model(seed=1)), shallow_model()
+    stage = fastspec.Stage(small, name="medium", resources={"stored": True})
+    settings = {"label": "large", "predictor": trained(NAMED[1:]), "costs": [1.0, 2.0], "price": 0.0}
+    fastspec.patch(large, cascade=fastspec.Cascade(stages=[stage], **settings))
+    ids = torch.tensor([[5, 6, 7, 8]])
+    out = large.generate(ids, **GREEDY, assistant="cascade", eos_token_id=None)
+    assert fastspec.report(small).stored and fastspec.report(small).kernels["stored_linears"]
+    fastspec.unpatch(large)
+    assert out.tolist() == small.generate(ids, **GREEDY, eos_token_id=None).tolist()
 
 
 def test_quantised_stages_need_bitsandbytes(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

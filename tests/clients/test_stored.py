@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.cascade import NAMED, trained
 from helpers.clients import MARKS, QUESTIONS, asked
+from helpers.cut_torchao import compare
 from helpers.generate import prompts
 from helpers.gptq import Recipe, written
 from helpers.models import tiny_head, tiny_model
 from helpers.pages import snippets
 from helpers.patch import assert_same, snapshot
+from helpers.processes import spawn
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
@@ -36,7 +39,7 @@ Load = Callable[[Path], Any]
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> Path:
     """A model in fp32 as a directory, its sizes multiples of 128, with biases in attention."""
-    path = tmp_path_factory.mktemp("plain")
+    path = tmp_path_factory.mktemp("stored") / "plain"
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": LAYERS, "tie_word_embeddings": False}
     tiny_model("qwen2", **sizes).save_pretrained(path)
     return path
@@ -193,7 +196,7 @@ class Plain(TorchDispatchMode):  # type: ignore[misc]
         return run(*args, **(kwargs or {}))
 
 
-def check(model: Any, dense: Any) -> None:
+def check(model: Any, dense: Any, layers: int = 7) -> None:
     """Assisted calls say what the dequantised model says, all weights as stored, and `unpatch` leaves no trace."""
     before, values, count = trace(model), bits(model), len(slots(model))
     with Plain():
@@ -204,7 +207,7 @@ def check(model: Any, dense: Any) -> None:
     for assistant in ("autoregressive", TREE):
         assert torch.equal(model.generate(**inputs, **OPTIONS, assistant=assistant), expected)
     report = fastspec.report(model)
-    assert sum(report.stored.values()) == count >= 7 * LAYERS and not report.own_forward
+    assert sum(report.stored.values()) == count >= layers * LAYERS and not report.own_forward
     fastspec.unpatch(model)
     assert_same(before, trace(model))
     assert bits(model) == values
@@ -221,6 +224,30 @@ def test_weights_are_multiplied_as_stored(plain, kind):
     said = own.generate(**inputs, **OPTIONS)
     if not laid_anew(own):
         assert torch.equal(said, dense.generate(**inputs, **OPTIONS))
+
+
+@pytest.mark.parametrize(
+    "kind", ["torchao int8", "compressed-tensors w4a16, zero points", "bitsandbytes nf4, nested"], ids=str
+)
+def test_a_gate_and_what_it_opens_may_be_one_weight(kind, tmp_path):
+    """Phi-3's, and its projections."""
+    path = tmp_path / "plain"
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": LAYERS, "tie_word_embeddings": False}
+    tiny_model("phi3", **sizes).save_pretrained(path)
+    model = KINDS[kind](path)
+    check(model, densified(model, path), 4)
+
+
+def test_a_stage_of_a_cascade_is_multiplied_as_stored(plain):
+    pytest.importorskip("bitsandbytes")
+    small, ids = KINDS["bitsandbytes nf4, nested"](plain), torch.tensor([[5, 6, 7, 8]])
+    expected, large = densified(small, plain).generate(ids, **OPTIONS), loaded(plain)
+    stage = fastspec.Stage(small, name="medium", resources={"stored": True})
+    settings = {"label": "large", "predictor": trained(NAMED[1:]), "costs": [1.0, 2.0], "price": 0.0}
+    with fastspec.patched(large, cascade=fastspec.Cascade(stages=[stage], **settings)):
+        found = large.generate(ids, **OPTIONS, assistant="cascade")
+        assert fastspec.report(small).stored == {"bitsandbytes 4 bits": 7 * LAYERS}
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("kind", ROUNDED)
@@ -320,6 +347,26 @@ def test_the_layers_of_the_pages_recipe_for_bitsandbytes_can_be_read_as_stored(p
     assert not fastspec.report(names["model"]).stored
     with fastspec.patched(fastspec.unpatch(names["model"]), stored=True):
         assert fastspec.report(names["model"]).stored == {"bitsandbytes 4 bits": 7 * LAYERS}
+
+
+def test_the_pages_recipe_for_compressed_tensors_keeps_them_packed(plain, monkeypatch):
+    written, load = KINDS["compressed-tensors w4a16"](plain), AutoModelForCausalLM.from_pretrained
+    dense, inputs = densified(written, plain), prompts(4, 9)
+    places = {"org/model-w4a16": plain.parent / "compressed"}
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name: load(places[name], dtype=torch.float32))
+    (recipe,) = (each for each in snippets(Path("docs/guide/quantised.md")) if "org/model-w4a16" in each.text)
+    names: dict[str, Any] = {}
+    exec(compile(recipe.text, recipe.name, "exec"), names)
+    found = names["model"].generate(**inputs, **OPTIONS)
+    assert torch.equal(found, dense.generate(**inputs, **OPTIONS))
+    assert fastspec.report(names["model"]).stored == {"compressed-tensors": 7 * LAYERS}
+
+
+@pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+def test_shares_of_two_processes_are_multiplied_as_stored(plain, kind):
+    """As transformers loads and cuts them; each process has rounded its own share."""
+    pytest.importorskip("torchao")
+    spawn(compare, (plain.parent, kind), 2)
 
 
 def gptq(folder: Path) -> Any:

@@ -21,6 +21,7 @@ import transformers
 from packaging.version import Version
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -29,6 +30,7 @@ from transformers import (
     StoppingCriteria,
 )
 from transformers.distributed import DistributedConfig
+from transformers.integrations.finegrained_fp8 import FP8Linear
 
 import fastspec
 from fastspec.generation.decoder_layer import joint, unpack
@@ -150,6 +152,41 @@ def family(load: Loader, kind: str) -> list[Any]:
     with fastspec.patched(model, eagle3=small_head(model)):
         made = [model.generate(**given(5, 9), **GREEDY, assistant=each) for each in ("autoregressive", TREE)]
         return [*made, fastspec.report(model).mode]
+
+
+def stored(load: Loader, kind: str) -> list[Any]:
+    """A model in FP8, by blocks and with one scale, whose weights are multiplied as stored; without drafts and with a
+    tree."""
+    model = load(kind)
+    for name, layer in list(model.model.layers.named_modules()):
+        if type(layer) is torch.nn.Linear:
+            model.model.layers.set_submodule(name, in_fp8(layer, None if "down" in name else 8))
+    with fastspec.patched(model, eagle3=small_head(model), stored=True):
+        made = [model.generate(**given(5, 9), **GREEDY, assistant=each) for each in ("autoregressive", TREE)]
+        report = fastspec.report(model)
+    assert not report.own_forward, report.own_forward
+    assert report.kernels["stored_linears"]
+    return [*made, report.stored]
+
+
+def in_fp8(layer: torch.nn.Linear, size: int | None) -> FP8Linear:
+    """The layer in FP8 with a scale for each block, or for all, cut as it is by transformers' own style."""
+    block = None if size is None else (size, size)
+    made = FP8Linear(layer.in_features, layer.out_features, block_size=block, has_bias=layer.bias is not None)
+    weight: Any = layer.weight
+    whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    generator = torch.Generator().manual_seed(layer.in_features)
+    made.weight.data = (whole.detach() * 50).to(torch.float8_e4m3fn)
+    made.weight_scale_inv.data = (torch.rand(made.weight_scale_inv.shape, generator=generator) + 0.5) / 50
+    made.bias = layer.bias
+    forward = layer.__dict__.get("forward")
+    if forward is not None:
+        held = dict(zip(forward.__code__.co_freevars, forward.__closure__, strict=True))
+        style, mesh = held["self"].cell_contents, held["mesh"].cell_contents
+        for name in ("weight", "weight_scale_inv")[: 1 if size is None else 2]:
+            style.shard_param(made, name, mesh)
+        style.install_forward(made, mesh)
+    return made
 
 
 def drafted(load: Loader, kind: str) -> list[Any]:

@@ -71,6 +71,38 @@ def test_a_layout_dequantises_bit_for_bit(layout, dtype):
         assert weight.on_sums or torch.equal(reference.dequantised(weight, dtype), dense)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_some_lines_are_those_of_the_whole(layout):
+    """Of a weight whose lines from the 128th on share nothing stored with those before; none where they do."""
+    torch.manual_seed(0)
+    write, step = LAYOUTS[layout]
+    weight, dense = write(256, 4 * step if step > 1 else 160, torch.float32)
+    for first in (0, 128):
+        part = weight.lines(first, 128)
+        assert part is not None and part.codes.data_ptr() == weight.codes[first:].data_ptr()
+        assert weight.on_sums or torch.equal(reference.dequantised(part, torch.float32), dense[first : first + 128])
+    shared = weight.block[0] > 1 or (weight.zeros is not None and weight.zeros.dtype == torch.int32)
+    assert (weight.lines(2, 8) is None) == (shared or weight.nested is not None)
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_halves_of_a_weight_multiply_as_the_whole(device, layout):
+    torch.manual_seed(0)
+    write, step = LAYOUTS[layout]
+    with torch.device(device):
+        weight, _ = write(256, 4 * step if step > 1 else 160, torch.float16)
+        x = torch.randn(5, weight.depth).half()
+    halves = [weight.lines(0, 128), weight.lines(128, 128)]
+    assert torch.equal(kernel.linears(x, halves, [None] * 2), kernel.linear(x, weight, None))
+
+
+def test_lines_of_one_scale_have_it():
+    weight, dense = float8((64, 96), 64, 96, torch.float32)
+    part = weight.lines(21, 32)
+    assert part is not None and torch.equal(reference.dequantised(part, torch.float32), dense[21:53])
+
+
 @EVERYWHERE
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -7,7 +7,8 @@ repository with the same files. The distribution fastspec-transformers must be i
 
 import fastspec
 
-RESOURCES = ("eagle", "eagle2", "eagle3", "mtp", "speculative", "cascade", "backend")
+SETTINGS = "backend", "exact", "stored", "head_bits"
+RESOURCES = ("eagle", "eagle2", "eagle3", "mtp", "speculative", "cascade", *SETTINGS)
 
 
 def generate(model, assistant="nasd", **kwargs):

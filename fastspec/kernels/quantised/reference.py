@@ -115,6 +115,32 @@ class StoredWeight:
         """The codes'."""
         return self.codes.device
 
+    def lines(self, first: int, count: int) -> StoredWeight | None:
+        """View of so many lines from the first one on, or None where these share what is stored with others."""
+        m, k = self.block
+        inner, nested, zeros = self.scales.shape[1] * first, self.nested, self.zeros
+        per = 32 // self.kind.bits if zeros is not None and zeros.dtype == torch.int32 else 1
+        if m >= self.shape[0]:  # one scale a column for all
+            m, scales = count, self.scales
+        else:
+            scales = self.scales[first // m : -(-(first + count) // m)]
+        split = [first % m if scales is not self.scales else 0, first % per]
+        if nested is not None:
+            split.append(inner % nested.block)
+            nested = replace(nested, factors=nested.factors[inner // nested.block :])
+        return (
+            None
+            if any(split)
+            else replace(
+                self,
+                codes=self.codes[first : first + count],
+                scales=scales,
+                block=(m, k),
+                zeros=None if zeros is None else zeros[first // per : -(-(first + count) // per)],
+                nested=nested,
+            )
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class StoredExperts:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from fastspec.cascade.config import Cascade, Stage
+from fastspec.cascade.config import SETTINGS, Cascade, Stage
 from fastspec.cascade.decisions import Rates
 from fastspec.cascade.memory import CacheManager
 from fastspec.distribution import install_command
@@ -244,7 +244,7 @@ class StageModel:
             self.patching.patch(self.held, **self.stage.resources)
             self.patched = True
             return
-        missing = sorted(set(self.stage.resources) - {"backend", *session.resources})
+        missing = sorted(set(self.stage.resources) - {*SETTINGS, *session.resources})
         if missing:
             raise Unsupported(
                 f"the cascade's stage {self.label!r} is patched already, without the {', '.join(missing)} of its "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -14,9 +14,10 @@ from fastspec.generation.ops import Ops
 from fastspec.patches.hf.changes import Snapshot
 from fastspec.patches.hf.compat import device_of, processes_of
 from fastspec.patches.hf.layer_weights import RoutedExperts, keeps_activations
+from fastspec.patches.hf.layers import product_of
 from fastspec.patches.hf.model import HFModel
-from fastspec.patches.hf.modes import Mode
-from fastspec.patches.hf.parallel import Reduced
+from fastspec.patches.hf.modes import Mode, lm_head_of
+from fastspec.patches.hf.parallel import Reduced, share_of
 
 HINT = "leave out exact=True"
 ASK = "patch(model, exact=True) asks for it"
@@ -73,8 +74,9 @@ class Defaults:
 
     def reads_stored(self, model: Any, mode: Mode, ops: Ops) -> bool:
         """True where a model's quantised weights are multiplied as stored though nobody asked for it: in 16 bits, on a
-        device where that was measured to be faster than their own forward, which rounds no activations."""
-        if unfit(ops, mode.dtype) is not None or not is_timed(device_of(model)):
+        device where that was measured to be faster than their own forward, which rounds no activations; in one
+        process."""
+        if unfit(ops, mode.dtype) is not None or not is_timed(device_of(model)) or processes_of(model) > 1:
             return False
         self._follow(model, mode)
         if self._stored is None:
@@ -98,7 +100,7 @@ class Defaults:
             self._why[stored] = None
             try:
                 target = HFModel(model, mode.adapter, rows=1, capacity=1, tail=1, taps=None, ops=ops)
-                refuse_parts(model, target.layers)
+                refuse_parts(target)
                 if processes_of(model) > 1:
                     self._why[stored] = f"its cost was measured over two processes alone: {ASK}"
                 elif any(isinstance(layer.mlp, RoutedExperts) for layer in target.layers):
@@ -110,12 +112,20 @@ class Defaults:
         return self._why[stored]
 
 
-def refuse_parts(model: Any, layers: Sequence[LayerParts]) -> None:
+def refuse_parts(target: HFModel) -> None:
     """Raise Unsupported where a layer runs by more than attention, products of plain or of stored weights (or of what
-    this process has of them), experts by the backend's op, and root-mean-square norms."""
-    for number, layer in enumerate(layers):
+    this process has of them), experts by the backend's op, and root-mean-square norms, or the LM head by more than such
+    a product and norm."""
+    name = type(target.model).__name__
+    for number, layer in enumerate(target.layers):
         for what in _others(layer):
-            raise Unsupported(f"exact=True: layer {number} of {type(model).__name__} has {what}: {HINT}")
+            raise Unsupported(f"exact=True: layer {number} of {name} has {what}: {HINT}")
+    assert target.adapter is not None  # as it has these kernels
+    head = lm_head_of(target.model, target.adapter)
+    if share_of(head) is None and not isinstance(product_of((head,), target.ops), PRODUCTS):
+        raise Unsupported(f"exact=True: {name} has an LM head that is no plain linear layer: {HINT}")
+    if not isinstance(target.norm, RmsNorm):
+        raise Unsupported(f"exact=True: {name} has a last norm of its own: {HINT}")
 
 
 def _is_stored(layer: LayerParts) -> bool:

@@ -94,5 +94,5 @@ def language_model(
         before_norm=before_norm,
     )
     if ops.exact:
-        refuse_parts(model, target.layers)
+        refuse_parts(target)
     return target

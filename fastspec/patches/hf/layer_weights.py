@@ -4,7 +4,7 @@ mixtures of experts through the backend's ops, where a family's row describes th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -257,14 +257,18 @@ def products_of(parts: Adapter, layer: Any, dense: Callable[[Any], bool]) -> lis
     slots, mlp = [*inputs, out], getattr(layer, parts.mlp)
     if parts.gated_mlp and hasattr(mlp, "gate_proj") and dense(mlp):
         slots += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    if hasattr(mlp, parts.gate_up) and holds_stored(mlp, (parts.gate_up, "down_proj")):
+        slots += [getattr(mlp, parts.gate_up), mlp.down_proj]
+    if parts.layer_scale and hasattr(layer, parts.layer_input):
+        slots += [getattr(layer, parts.layer_input), getattr(layer, parts.layer_input_out)]
     if parts.mixture is not None and is_mixture(parts.mixture, mlp, stored=True):
         slots.append(mlp.experts)
     return slots
 
 
-def holds_stored(mlp: Any) -> bool:
+def holds_stored(mlp: Any, names: Sequence[str] = ("gate_proj", "up_proj", "down_proj")) -> bool:
     """True of a dense feed-forward with a quantised layer that is read as stored, and nothing of others' beside."""
-    layers = [base_of(layer) for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
+    layers = [base_of(getattr(mlp, name)) for name in names]
 
     def known(module: nn.Module) -> bool:
         return is_linear(module) or format_of(module) is not None or base_of(module) is not module

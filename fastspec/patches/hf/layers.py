@@ -52,8 +52,15 @@ from fastspec.patches.hf.layer_weights import (
     projections,
 )
 from fastspec.patches.hf.modes import decoder_of, is_foreign, is_wrapped, lm_head_of
-from fastspec.patches.hf.parallel import ParallelStyle, product_of_shares, share_of, weights_of
-from fastspec.patches.hf.quantised import AdaptedLinear, base_of, stored_layers
+from fastspec.patches.hf.parallel import (
+    ParallelStyle,
+    gives_own_outputs,
+    product_of_shares,
+    share_of,
+    stored_share,
+    weights_of,
+)
+from fastspec.patches.hf.quantised import AdaptedLinear, base_of, stored_halves, stored_layers
 from fastspec.patches.hf.replaced import has_replaced_methods
 
 NO_ROTATION = "none"
@@ -312,8 +319,12 @@ def product_of(modules: Sequence[Any], ops: Ops, *, parts: bool = False) -> Prod
         return product_of_shares(shares, ops, parts=parts)
     if ops.stored_linears is not None:
         layers = stored_layers(modules)
-        if layers is not None:
+        if layers is not None and gives_own_outputs(modules):
             return StoredLinears(ops, layers, parts=parts and len(layers) == 1)
+        if layers is not None and len(layers) == 1:
+            cut = stored_share(modules[0], layers[0].weight)
+            assert cut is not None  # else it would not be read
+            return cut.run(ops, parts=parts)
         inner = stored_layers((base_of(modules[0]),))
         if len(modules) == 1 and inner is not None:
             return AdaptedLinear(modules[0], StoredLinears(ops, inner))
@@ -392,12 +403,17 @@ def mlp_of(parts: Adapter, mlp: Any, ops: Ops) -> Product:
         return _gated_apart(parts, mlp, ops)
     if dense and ops.stored_linears is not None and holds_stored(mlp):
         stored = stored_layers((mlp.gate_proj, mlp.up_proj))
-        if kind is None or stored is None:
+        if kind is None or stored is None or not gives_own_outputs((mlp.gate_proj, mlp.up_proj)):
             return _gated_apart(parts, mlp, ops)
         return Gated(StoredLinears(ops, stored, kind), product_of((mlp.down_proj,), ops, parts=True))
     whole = getattr(mlp, parts.gate_up, None)
     if whole is not None and own and kind is not None and all(map(is_plain, (whole, mlp.down_proj))):
         return Gated(product(ops, (whole,), kind=kind), product(ops, (mlp.down_proj,), parts=True))
+    if whole is not None and ops.stored_linears is not None and holds_stored(mlp, (parts.gate_up, "down_proj")):
+        halves = stored_halves(whole)
+        if kind is None or halves is None:
+            return _opened_whole(parts, mlp, ops)
+        return Gated(StoredLinears(ops, halves, kind), product_of((mlp.down_proj,), ops, parts=True))
     for compute, is_stored in ((ops.experts, False), (ops.stored_experts, True)):
         if parts.mixture is not None and compute is not None and is_mixture(parts.mixture, mlp, stored=is_stored):
             return mixture_of(parts.mixture, mlp, ops)
@@ -414,6 +430,18 @@ def _gated_apart(parts: Adapter, mlp: Any, ops: Ops) -> Product:
     gate, up, down = (product_of((layer,), ops) for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
     act = getattr(mlp, parts.act)
     return lambda x: down(act(gate(x)) * up(x))
+
+
+def _opened_whole(parts: Adapter, mlp: Any, ops: Ops) -> Product:
+    """A gated feed-forward in two products, the first of gates and of what they open."""
+    both, down = (product_of((getattr(mlp, name),), ops) for name in (parts.gate_up, "down_proj"))
+    act = getattr(mlp, parts.act)
+
+    def run(x: Tensor) -> Tensor:
+        gate, up = both(x).chunk(2, -1)
+        return down(act(gate) * up)
+
+    return run
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,8 +23,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from fastspec.errors import Unsupported
 from fastspec.generation.decoder_layer import Linear, Product, Summed, Weights, is_plain, product
 from fastspec.generation.ops import Ops
-from fastspec.kernels.linear.reference import DeferredProduct, DeferredSum
+from fastspec.kernels.linear.reference import DeferredProduct, DeferredSum, Parts
 from fastspec.kernels.parallel.reference import share
+from fastspec.kernels.quantised.reference import StoredWeight
 from fastspec.patches.hf.compat import (
     device_of,
     every_module,
@@ -109,6 +110,15 @@ class ParallelStyle(enum.Enum):
     OTHER = "otherwise"
 
 
+def _held_by_forward(module: nn.Module) -> dict[str, Any] | None:
+    """Values by name that a forward of transformers' tensor parallelism keeps, or None of a module without one."""
+    code = getattr(module.__dict__.get("forward"), "__code__", None)
+    if code is None or code.co_name != "tp_forward":
+        return None
+    cells = zip(code.co_freevars, module.__dict__["forward"].__closure__, strict=True)
+    return {name: cell.cell_contents for name, cell in cells}
+
+
 def parallel_style(module: nn.Module) -> ParallelStyle | None:
     """Style by which transformers' tensor parallelism has cut a module, or None where it has put no forward of its own
     there.
@@ -116,11 +126,10 @@ def parallel_style(module: nn.Module) -> ParallelStyle | None:
     Since 5.21 a style replaces `module.forward` and keeps itself in the closure; delete when a module says what its
     style is.
     """
-    code = getattr(module.__dict__.get("forward"), "__code__", None)
-    if code is None or code.co_name != "tp_forward":
+    held = _held_by_forward(module)
+    if held is None:
         return None
-    cells = dict(zip(code.co_freevars, module.__dict__["forward"].__closure__, strict=True))
-    style: Any = cells["self"].cell_contents if "self" in cells else None
+    style: Any = held.get("self")
     kind = type(style).__name__
     if kind == "ColwiseParallel":
         return ParallelStyle.COLUMN_JOINED if isinstance(style.output_layouts, Replicate) else ParallelStyle.COLUMN
@@ -168,9 +177,10 @@ def group_of(model: nn.Module) -> dist.ProcessGroup | None:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Share that this process has of a linear layer: `weight` [M, K] and `bias` [M]. `style` says how it was cut."""
+    """Share that this process has of a linear layer: `weight` [M, K], a tensor or a `StoredWeight`, and `bias` [M].
+    `style` says how it was cut."""
 
-    weight: Tensor
+    weight: Any
     bias: Tensor | None
     style: ParallelStyle
     group: dist.ProcessGroup
@@ -185,16 +195,33 @@ class Share:
         """The layer's product as the plan has it: x [..., K] -> [..., M], of which a `COLUMN` share gives its own part.
         With `parts` a sum over the processes is left to the norm behind it."""
         if self.style is ParallelStyle.COLUMN:
-            return lambda x: ops.linear(x, self.weight, self.bias)
+            return lambda x: self.times(ops, x, self.bias)
         if self.style is ParallelStyle.COLUMN_JOINED:
-            return lambda x: ops.all_gather(ops.linear(x, self.weight, self.bias), self.wide, self.group)
+            return lambda x: ops.all_gather(self.times(ops, x, self.bias), self.wide, self.group)
         return Reduced(ops, self, parts)
+
+    def times(self, ops: Ops, x: Tensor, bias: Tensor | None) -> Tensor:
+        """This process's product."""
+        if isinstance(self.weight, Tensor):
+            return ops.linear(x, self.weight, bias)
+        assert ops.stored_linears is not None  # who makes one sees to it
+        return ops.stored_linears(x, (self.weight,), (bias,))
+
+    def addend(self, ops: Ops, x: Tensor) -> Tensor | Parts | DeferredProduct:
+        """The same without a bias, for a norm that adds up what the processes have."""
+        if not isinstance(self.weight, Tensor):
+            multiply = ops.stored_parts or ops.stored_linears
+            assert multiply is not None
+            return multiply(x, (self.weight,), (None,))
+        multiply = ops.linear_parts or ops.linear
+        # a norm that multiplies by itself does so by units of its own
+        return multiply(x, self.weight, None) if ops.exact else DeferredProduct(x, self.weight, None, multiply)
 
     def likeliest(self, ops: Ops, change: Callable[[Tensor], Tensor]) -> Linear:
         """Of a layer whose outputs the plan joins, the places [..., 1] int64 of the highest, after `change`."""
-        group, weight, bias = self.group, self.weight, self.bias
+        group, bias = self.group, self.bias
         first = group.rank() * share(self.wide, group.size())
-        return lambda x: ops.likeliest(change(ops.linear(x, weight, bias)), first, group)
+        return lambda x: ops.likeliest(change(self.times(ops, x, bias)), first, group)
 
     def own(self, x: Tensor) -> Tensor:
         """This process's inputs of a layer that was cut by them."""
@@ -214,15 +241,12 @@ class Reduced:
     parts: bool
 
     def __call__(self, x: Tensor) -> Summed:
-        ops, group, weight, bias = self.ops, self.share.group, self.share.weight, self.share.bias
+        ops, group, bias = self.ops, self.share.group, self.share.bias
         x = self.share.own(x)
         if bias is not None or not self.parts:
-            found = ops.all_reduce(ops.linear(x, weight, None), group)
+            found = ops.all_reduce(self.share.times(ops, x, None), group)
             return found if bias is None else found + bias
-        multiply = ops.linear_parts or ops.linear
-        # a norm that multiplies by itself does so by units of its own
-        own = multiply(x, weight, None) if ops.exact else DeferredProduct(x, weight, None, multiply)
-        return DeferredSum(own, group, ops.all_reduce)
+        return DeferredSum(self.share.addend(ops, x), group, ops.all_reduce)
 
 
 def product_of_shares(shares: Sequence[Share], ops: Ops, *, parts: bool) -> Product:
@@ -249,9 +273,10 @@ def product_of_shares(shares: Sequence[Share], ops: Ops, *, parts: bool) -> Prod
 def share_of(module: nn.Module) -> Share | None:
     """Share that this process has of a linear layer that transformers has cut, or None of any other module."""
     style = parallel_style(module)
-    if style is None or not isinstance(module, nn.Linear) or hooks_of(module):
+    if style is None or type(module) is not nn.Linear or hooks_of(module):
         return None
-    mesh = mesh_of(module.weight)
+    weight = own_parameters(module).get("weight")  # which a packed layer has not
+    mesh = None if weight is None else mesh_of(weight)
     if mesh is None or style is ParallelStyle.OTHER:
         return None
     by_outputs = style in (ParallelStyle.COLUMN, ParallelStyle.COLUMN_JOINED)
@@ -263,6 +288,43 @@ def share_of(module: nn.Module) -> Share | None:
         mesh.get_group(),
         module.out_features if by_outputs else module.in_features,
     )
+
+
+LINEAR_STYLES = ParallelStyle.COLUMN, ParallelStyle.COLUMN_JOINED, ParallelStyle.ROW, ParallelStyle.ROW_WHOLE
+
+
+def gives_own_outputs(modules: Sequence[Any]) -> bool:
+    """True of linear layers that are not cut, or all by outputs which stay apart."""
+    return {parallel_style(module) for module in modules} in ({None}, {ParallelStyle.COLUMN})
+
+
+def own_part(module: Any) -> Any:
+    """A linear layer of any class that transformers has cut, with what this process has of its tensors and the
+    library's own forward; the module itself where it is not cut."""
+    if parallel_style(module) not in LINEAR_STYLES:
+        return module
+    held = {
+        name: nn.Parameter(local_part(each), False) if isinstance(each, DTensor) else each
+        for name, each in module._parameters.items()
+    }
+    return with_parameters(module, held)
+
+
+def stored_share(module: Any, weight: StoredWeight) -> Share | None:
+    """Share of a cut linear layer whose part here is read as `weight`, or None where the processes do not divide its
+    blocks."""
+    style, held = parallel_style(module), _held_by_forward(module)
+    if style not in LINEAR_STYLES or held is None or "mesh" not in held:
+        return None
+    group, by_outputs = held["mesh"].get_group(), style in LINEAR_STYLES[:2]
+    wide, (own, block) = (
+        (module.out_features, (weight.shape[0], weight.block[0]))
+        if by_outputs
+        else (module.in_features, (weight.shape[1], weight.block[1]))
+    )
+    whole = own * group.size() == wide and (own % block == 0 or block >= own)
+    bias = None if module.bias is None else local_part(module.bias)
+    return Share(weight, bias, style, group, wide) if whole else None
 
 
 def weights_of(modules: Sequence[Any], *, behind: bool = False) -> Sequence[Weights] | None:

@@ -28,12 +28,15 @@ from fastspec.kernels.quantised.reference import (
     StoredExperts,
     StoredWeight,
 )
-from fastspec.patches.hf.compat import change_count, dequantised_method, hooks_of, is_capturing_hook
+from fastspec.patches.hf.compat import change_count, dequantised_method, hooks_of, is_capturing_hook, local_part
+from fastspec.patches.hf.parallel import LINEAR_STYLES, own_part, parallel_style, stored_share
 
 StoredMixture = tuple[StoredExperts, StoredExperts]
 """Weights of experts, of gate and up [E, 2 * I, H] and down [E, H, I]."""
 Read = StoredWeight | StoredMixture | str
 """A weight, or that of experts, or why it is not read as stored."""
+OTHERS = "compressed-tensors of 8 and 4 bits, GPTQ and AWQ are"
+UNPACKED = "fastspec.models.load_model unpacks a GGUF when it loads it, to a plain model"
 PLAIN_CODES = {torch.int8: INT8, torch.float8_e4m3fn: E4M3}
 PACKED_CODES = {4: PACKED4, 8: PACKED8}
 TABLE_CODES = {"nf4": NF4, "fp4": FP4}
@@ -41,8 +44,8 @@ TABLE_CODES = {"nf4": NF4, "fp4": FP4}
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format: its name, what has a class of the library (the module, or its attribute `at`), and the reader, or why
-    there is none."""
+    """A format: its name, what has a class of the library ("": any; the module, or its attribute `at`), and the
+    reader, or why there is none."""
 
     name: str
     library: str
@@ -51,6 +54,8 @@ class Format:
     at: str = ""
     unpacked: bool = False
     """True where the library unpacks all weights of a model at its first forward pass."""
+    cut: bool = False
+    """True where what a process has of a layer that transformers has cut is read."""
     rounds: Callable[[Any], bool] = lambda module: False
     """True of a module whose own forward rounds activations too."""
 
@@ -59,7 +64,8 @@ class Format:
         held: Any = module
         if self.at:
             held = module._parameters.get(self.at) if self.at == "weight" else module.__dict__.get(self.at)
-        return type(held).__name__ == self.kind and type(held).__module__.partition(".")[0] == self.library
+        named = self.kind in ("", type(held).__name__)
+        return named and type(held).__module__.partition(".")[0] == self.library
 
 
 def octets(codes: Tensor) -> Tensor:
@@ -112,7 +118,7 @@ def _compressed(module: Any) -> Read:
     packed, scales, zeros = held.get("weight_packed"), held.get("weight_scale"), held.get("weight_zero_point")
     codes = held.get("weight") if packed is None else packed
     if args is None or scales is None or codes is None or held.get("weight_global_scale") is not None:
-        return "its format has other tensors than codes, scales and zero points"
+        return f"its format has other tensors than codes, scales and zero points: {OTHERS}"
     if packed is not None and (codes.dtype != torch.int32 or args.num_bits not in PACKED_CODES or args.type != "int"):
         return f"weights are packed as {args.type} of {args.num_bits} bits: those of 4 and 8 bits are read"
     if packed is None and codes.dtype not in PLAIN_CODES:
@@ -198,11 +204,15 @@ def _torchao_rounds(module: Any) -> bool:
     return any(getattr(module.weight, name, None) is not None for name in names)
 
 
+def _other(module: Any) -> str:
+    return f"{type(module.weight).__name__} is not read: int8, float8 and intx in int8 are"
+
+
 NOT_LOADED = "its tensors are not loaded yet"
 FORMATS = (
-    Format("torchao int8", "torchao", "Int8Tensor", _torchao, "weight", rounds=_torchao_rounds),
-    Format("torchao float8", "torchao", "Float8Tensor", _torchao, "weight", rounds=_torchao_rounds),
-    Format("torchao intx", "torchao", "IntxUnpackedToInt8Tensor", _torchao, "weight", rounds=_torchao_rounds),
+    Format("torchao int8", "torchao", "Int8Tensor", _torchao, "weight", cut=True, rounds=_torchao_rounds),
+    Format("torchao float8", "torchao", "Float8Tensor", _torchao, "weight", cut=True, rounds=_torchao_rounds),
+    Format("torchao intx", "torchao", "IntxUnpackedToInt8Tensor", _torchao, "weight", cut=True, rounds=_torchao_rounds),
     Format(
         "compressed-tensors",
         "compressed_tensors",
@@ -212,7 +222,7 @@ FORMATS = (
         unpacked=True,
         rounds=lambda module: module.quantization_scheme.input_activations is not None,
     ),
-    Format("fine-grained FP8", "transformers", "FP8Linear", _float8, rounds=_always),
+    Format("fine-grained FP8", "transformers", "FP8Linear", _float8, cut=True, rounds=_always),
     Format("compressed-tensors FP8", "transformers", "CompressedTensorsFP8Linear", _float8, rounds=_always),
     Format("bitsandbytes 4 bits", "bitsandbytes", "Linear4bit", _bitsandbytes),
     Format(
@@ -220,12 +230,20 @@ FORMATS = (
     ),
     Format("draft heads in 8 bits", "fastspec", "RoundedLinear", lambda layer: whole(layer.weight)),
     Format("bitsandbytes int8", "bitsandbytes", "Linear8bitLt", _bitsandbytes8, rounds=_always),
+    Format("torchao", "torchao", "", _other, "weight", rounds=_torchao_rounds),
     Format("optimum-quanto", "optimum", "QLinear", "its tensors are not read: torchao's int8 are"),
     Format("HQQ", "hqq", "HQQLinear", "its tensors are not read: bitsandbytes' 4 bits are"),
-    Format("NVFP4", "transformers", "NVFP4Linear", "its tensors are not read"),
-    Format("GGUF", "transformers", "GgufLinear", "its blocks are not read"),
-    Format("GGUF", "transformers", "GgufExperts", "experts are not read"),
-    Format("fine-grained FP8", "transformers", "FP8Experts", "experts are not read", rounds=_always),
+    Format("NVFP4", "transformers", "NVFP4Linear", f"its tensors are not read: {OTHERS}"),
+    Format("GGUF", "transformers", "GgufLinear", f"its blocks are not read: {UNPACKED}"),
+    Format("GGUF", "transformers", "GgufExperts", f"experts are not read: {UNPACKED}"),
+    Format("Gemma's QAT", "transformers", "QuantizedLinear", f"its codes are not read: {OTHERS}", rounds=_always),
+    Format(
+        "fine-grained FP8",
+        "transformers",
+        "FP8Experts",
+        "experts are not read: FineGrainedFP8Config(dequantize=True) loads dense ones",
+        rounds=_always,
+    ),
     Format("MXFP4", "fastspec", "PackedExperts", _mxfp4),
     Format(
         "MXFP4",
@@ -260,10 +278,15 @@ def read(module: Any) -> Read:
         return "no format of fastspec.patches.hf.quantised"
     if not all(map(is_capturing_hook, hooks_of(module))):
         return "a hook is on it"
-    forward = module.__dict__.get("forward")
-    if forward is not None and not (row.unpacked and _is_of(forward, row.library)):
+    forward, style = module.__dict__.get("forward"), parallel_style(module)
+    if style is not None and not (row.cut and style in LINEAR_STYLES):
+        return "it is cut over processes"
+    if style is None and forward is not None and not (row.unpacked and _is_of(forward, row.library)):
         return "its forward is replaced"
-    return row.read if isinstance(row.read, str) else row.read(module)
+    found = row.read if isinstance(row.read, str) else row.read(own_part(module))
+    if style is not None and isinstance(found, StoredWeight) and stored_share(module, found) is None:
+        return "the processes do not divide its blocks"
+    return found
 
 
 def _is_of(forward: Any, library: str) -> bool:
@@ -274,7 +297,8 @@ def _is_of(forward: Any, library: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StoredLinear:
-    """A linear layer whose weight is multiplied as stored: `weight` is read of the module as it is at the time."""
+    """A linear layer whose weight, or what this process has of it, is multiplied as stored: it is read of the module as
+    it is at the time."""
 
     module: Any
 
@@ -289,7 +313,40 @@ class StoredLinear:
     @property
     def bias(self) -> Tensor | None:
         """[M]."""
-        return self.module.bias
+        held = self.module.bias
+        return None if held is None else local_part(held)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredHalf(StoredLinear):
+    """The first or the second half of such a layer's outputs, `at` 0 or 1."""
+
+    at: int
+
+    @property
+    def weight(self) -> StoredWeight:
+        """[M / 2, K]."""
+        whole = StoredLinear(self.module).weight
+        half = whole.shape[0] // 2
+        found = whole.lines(self.at * half, half)
+        assert found is not None  # `stored_halves` has looked
+        return found
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[M / 2]."""
+        held = StoredLinear(self.module).bias
+        return None if held is None else held.chunk(2)[self.at]
+
+
+def stored_halves(module: Any) -> tuple[StoredHalf, StoredHalf] | None:
+    """Halves of a layer's outputs, gates and what they open, or None where it is not read, or they share a scale."""
+    found = read(module)
+    if not isinstance(found, StoredWeight):
+        return None
+    half = found.shape[0] // 2
+    divided = found.shape[0] == 2 * half and found.lines(0, half) and found.lines(half, half)
+    return (StoredHalf(module, 0), StoredHalf(module, 1)) if divided else None
 
 
 LORA = "peft.tuners.lora."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,16 @@ def test_an_assistant_serves_one_call(model, monkeypatch):
     assert model.generate(**prompts(6, 3), **OPTIONS).tolist() == want.tolist()
     assert model.generate(**prompts(6, 3), **OPTIONS, assistant=TREE, eagle3=tiny_head(model)).tolist() == want.tolist()
     assert drafted[-1] == 11 and session_of(model) is None and "generate" not in model.__dict__
+
+
+def test_settings_of_a_patch_are_those_of_the_call(model, monkeypatch):
+    """All that `patch` takes, beside the assistant."""
+    names = set(inspect.signature(fastspec.patch).parameters) - {"model", "assistant"}
+    asked, patched = [], fastspec.patched
+    monkeypatch.setattr(fastspec, "patched", lambda model, **given: asked.append(given) or patched(model, **given))
+    given = dict.fromkeys(names - {"backend"}) | {"backend": "torch", "stored": True, "head_bits": 16}
+    model.generate(**prompts(6), **OPTIONS, **given)
+    assert asked == [given]
 
 
 def test_what_cannot_be_combined_is_refused(model):

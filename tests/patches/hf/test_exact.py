@@ -30,20 +30,20 @@ OTHER_ATTENTION = {"qwen3_5_moe_text", "qwen3_next", "olmoe", "flex_olmo"}
 MIXTURES = [kind for kind in FAMILIES if ADAPTERS[kind].mixture is not None and kind not in OTHER_ATTENTION]
 
 
-def layers_of(model: Any, ops: Any = TORCH) -> Any:
-    return HFModel(model, adapter_for(model), rows=1, capacity=8, tail=1, taps=None, ops=ops).layers
+def target_of(model: Any, ops: Any = TORCH) -> HFModel:
+    return HFModel(model, adapter_for(model), rows=1, capacity=8, tail=1, taps=None, ops=ops)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2"])
 def test_plain_layers_are_taken(kind: str) -> None:
     model = tiny_model(kind, **SHALLOW)
-    refuse_parts(model, layers_of(model))
+    refuse_parts(target_of(model))
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_mixtures_by_the_backends_op_are_taken(kind: str) -> None:
     model = tiny_model(kind, **SHALLOW)
-    refuse_parts(model, layers_of(model, WITH_EXPERTS))
+    refuse_parts(target_of(model, WITH_EXPERTS))
 
 
 @pytest.mark.parametrize(
@@ -59,13 +59,25 @@ def test_mixtures_by_the_backends_op_are_taken(kind: str) -> None:
 def test_other_parts_of_a_layer_are_refused_by_name(kind: str, what: str) -> None:
     model = tiny_model(kind, **SHALLOW)
     with pytest.raises(Unsupported, match=f"layer 0 of {type(model).__name__} has {what}"):
-        refuse_parts(model, layers_of(model))
+        refuse_parts(target_of(model))
+
+
+@pytest.mark.parametrize("part", ["LM head", "last norm"])
+def test_ends_of_their_own_are_refused_by_name(part: str) -> None:
+    """Whatever multiplies the last states chooses by how many there are."""
+    model = tiny_model("llama", **SHALLOW)
+    if part == "LM head":
+        model.lm_head = torch.nn.Sequential(model.lm_head)
+    else:
+        model.model.norm = torch.nn.Sequential(model.model.norm)
+    with pytest.raises(Unsupported, match=f"exact=True: LlamaForCausalLM has an? {part}"):
+        refuse_parts(target_of(model))
 
 
 def test_experts_of_odd_sizes_are_refused_by_name() -> None:
     model = tiny_model("mixtral", **SHALLOW, intermediate_size=36)
     with pytest.raises(Unsupported, match=r"layer 0 of MixtralForCausalLM has experts of \d+ and 36 channels"):
-        refuse_parts(model, layers_of(model, WITH_EXPERTS))
+        refuse_parts(target_of(model, WITH_EXPERTS))
 
 
 def test_other_kernels_and_dtypes_are_refused_by_name() -> None:

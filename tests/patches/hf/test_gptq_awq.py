@@ -20,6 +20,7 @@ from helpers.patch import assert_same, snapshot
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from transformers.distributed import DistributedConfig
 
 import fastspec
 from fastspec.errors import Unsupported
@@ -462,6 +463,13 @@ def test_a_device_map_places_them_but_offloads_none(tmp_path):
     places = {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu"}
     with pytest.raises(Unsupported, match=r"model\.layers\.0\.\S+ is offloaded"):
         loaded(tmp_path / "files", device_map=places | {"lm_head": "cpu"}, offload_folder=str(tmp_path / "disk"))
+
+
+def test_processes_do_not_cut_them(tmp_path):
+    written(plain(num_hidden_layers=1), tmp_path, V1)
+    for asked in ({"tp_plan": "auto"}, {"distributed_config": DistributedConfig(tp_size=2, tp_plan="auto")}):
+        with pytest.raises(Unsupported, match=rf"packed weights, which are loaded whole: leave out {min(asked)}"):
+            loaded(tmp_path, **asked)
 
 
 def test_a_digest_is_that_of_the_weights(tmp_path):

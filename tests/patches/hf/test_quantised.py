@@ -20,15 +20,23 @@ from helpers.stored import float8, grouped8, packed, rows8
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.integrations import nvfp4
 from transformers.integrations.compressed_tensors import CompressedTensorsFP8Linear
 from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
+from transformers.integrations.gemma_quant import QuantizedLinear
+from transformers.integrations.gguf.utils import GgufLinear
 from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 
 import fastspec
 from fastspec.errors import Unsupported
 from fastspec.kernels.quantised.reference import E4M3, INT8, StoredWeight, dequantised
+from fastspec.patches import session
+from fastspec.patches.backends import TORCH
 from fastspec.patches.hf.compat import dtype_of
-from fastspec.patches.hf.quantised import read
+from fastspec.patches.hf.exact import refuse_parts
+from fastspec.patches.hf.model import HFModel
+from fastspec.patches.hf.modes import adapter_for
+from fastspec.patches.hf.quantised import UNPACKED, read
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": 1000}
 SMALL = fastspec.Eagle3(depth=2, top_k=2, total_tokens=6)
@@ -103,6 +111,30 @@ def test_assisted_calls_say_what_the_dequantised_model_says(make):
     assert_same(before, snapshot(model))
 
 
+@pytest.mark.parametrize("kind", ["phi3", "glm"])
+@pytest.mark.parametrize("size", [16, None, 24], ids=["blocks", "one scale", "a block of both"])
+def test_a_gate_and_what_it_opens_may_be_one_weight(kind, size):
+    """Halves of it, or, where they share a scale and under an adapter, its product."""
+    model, dense = pair(lambda layer: by_blocks(layer, size), model_type=kind, num_hidden_layers=2)
+    inputs = prompts(3, 7)
+    for change in (lambda held: held, with_adapters):
+        model, dense = map(change, (model, dense))
+        with fastspec.patched(model, eagle3=tiny_head(dense), stored=True):
+            expected = dense.generate(**inputs, **OPTIONS)
+            for assistant in ("autoregressive", SMALL):
+                assert torch.equal(model.generate(**inputs, **OPTIONS, assistant=assistant), expected)
+            report = fastspec.report(model)
+        assert not report.own_forward and report.stored["fine-grained FP8"] >= 4 * model.config.num_hidden_layers
+
+
+def with_adapters(model: Any) -> Any:
+    """The model with an adapter on the first layer's gate and what it opens."""
+    torch.manual_seed(1)
+    mlp = model.model.layers[0].mlp
+    mlp.gate_up_proj = LoraLinear(mlp.gate_up_proj)
+    return model.requires_grad_(False)
+
+
 @pytest.mark.parametrize("only", ["up_proj", "down_proj", "k_proj", "mlp"])
 def test_some_modules_are_quantised(only):
     model, dense = pair(by_lines, only, num_hidden_layers=2)
@@ -133,6 +165,45 @@ def test_an_open_batch_multiplies_them_too():
         answers = [each.result() for each in found]
     for length, answer in zip((4, 7), answers, strict=True):
         assert torch.equal(answer, dense.generate(**prompts(length), **OPTIONS))
+
+
+SHARED_KEYS = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "over"),
+    [("llama", {}), ("gemma4_text", SHARED_KEYS), ("qwen3_5_text", {})],
+    ids=lambda given: str(given)[:9],
+)
+def test_every_pass_multiplies_a_weight_beside_the_same_others(kind, over, monkeypatch):
+    """Prompts, tokens, trees, several rows, an early exit, an open batch and a text that is scored: of weights beside
+    each other a kernel takes the fewest parts of any, so that a weight alone could have other bits."""
+    model, dense = pair(by_lines, model_type=kind, num_hidden_layers=4, **over)
+    joined: dict[int, set[tuple[int, ...]]] = {}
+
+    def recorded(x, weights, biases, kind=None):
+        together = tuple(weight.codes.data_ptr() for weight in weights)
+        for each in together:
+            joined.setdefault(each, set()).add(together)
+        return TORCH.stored_linears(x, weights, biases, kind)
+
+    kernels = replace(TORCH, stored_linears=recorded)
+    monkeypatch.setattr(session, "choose_backend", lambda *given, **options: kernels)
+    fastspec.patch(model, eagle3=tiny_head(dense), stored=True)
+    recurrent = kind == "qwen3_5_text"
+    for inputs, assistant in (
+        (prompts(40), "autoregressive"),
+        (prompts(3, 7), SMALL),
+        (prompts(5), "nasd"),
+        *(() if recurrent else ((prompts(5), fastspec.Speculative(early_exit=2)),)),
+    ):
+        model.generate(**inputs, **OPTIONS, assistant=assistant)
+    with fastspec.continuous(model, "nasd", rows=2) as batch:
+        for each in [batch.submit(prompts(length)["input_ids"], **OPTIONS) for length in (4, 7)]:
+            each.result()
+    if not recurrent:
+        fastspec.log_probs(model, **prompts(6))
+    assert joined and all(len(ways) == 1 for ways in joined.values())
 
 
 def test_a_weight_that_is_replaced_is_read_anew():
@@ -227,6 +298,12 @@ def test_tensors_of_libraries_are_read_as_they_hold_them(make: Any, written: Any
     assert torch.equal(dequantised(found, torch.float32), dense)
 
 
+OTHER_TENSORS = (
+    "its format has other tensors than codes, scales and zero points: compressed-tensors of 8 and 4 bits, GPTQ and AWQ "
+    "are"
+)
+
+
 def test_tensors_that_do_not_fit_are_named() -> None:
     weight, _ = rows8(5, 8, torch.float32)
     assert read(by_torchao(replace(weight, scales=weight.scales[:4]))) == "4 scales are not one for each block of 1 x 8"
@@ -234,10 +311,10 @@ def test_tensors_that_do_not_fit_are_named() -> None:
     for name in ("weight_scale", "weight_packed"):
         module = by_compressed_tensors(whole)
         module._parameters[name] = None
-        assert read(module) == "its format has other tensors than codes, scales and zero points"
+        assert read(module) == OTHER_TENSORS
     module = by_compressed_tensors(whole)
     module.weight_global_scale = nn.Parameter(torch.ones(1))
-    assert read(module) == "its format has other tensors than codes, scales and zero points"
+    assert read(module) == OTHER_TENSORS
 
 
 class Linear8bitLt(nn.Linear):
@@ -334,11 +411,39 @@ def test_packed_experts_are_named():
         layer.mlp.experts = Mxfp4GptOssExperts(oss.config)
     for layer in mixtral.model.layers:
         layer.mlp.experts = FP8Experts(mixtral.config, block_size=(16, 16))
+    dense = "FineGrainedFP8Config(dequantize=True) loads dense ones"
     told = "MXFP4: its experts are laid anew: those of fastspec.models.load_model(..., packed=True) are read"
-    for model, name in ((oss, told), (mixtral, "fine-grained FP8: experts are not read")):
+    for model, name in ((oss, told), (mixtral, f"fine-grained FP8: experts are not read: {dense}")):
         with fastspec.patched(model, stored=True):
             report = fastspec.report(model)
         assert report.own_forward == {name: 2} and report.dequantised is None
+
+
+class Int4Tensor(nn.Parameter):
+    """torchao's weight of 4 bits, as far as it is named."""
+
+
+Int4Tensor.__module__ = "torchao.quantization"
+
+
+def test_other_formats_are_named_with_what_to_use_instead(monkeypatch):
+    """transformers' own modules, and a weight of torchao's that no row reads."""
+    monkeypatch.setattr(nvfp4, "load_nvfp4_kernel", lambda: SimpleNamespace(swizzled_sf_shape=lambda *sizes: sizes))
+    model = tiny_model(num_hidden_layers=1)
+    mlp, attn = model.model.layers[0].mlp, model.model.layers[0].self_attn
+    attn.q_proj = nvfp4.NVFP4Linear(64, 64)
+    attn.k_proj = GgufLinear(64, 64, 8)
+    mlp.up_proj = QuantizedLinear(64, 128, num_bits=4)
+    mlp.down_proj.weight = Int4Tensor(mlp.down_proj.weight.data)
+    with fastspec.patched(model, stored=True):
+        told = fastspec.report(model).own_forward
+    others = "compressed-tensors of 8 and 4 bits, GPTQ and AWQ are"
+    assert told == {
+        f"NVFP4: its tensors are not read: {others}": 1,
+        f"GGUF: its blocks are not read: {UNPACKED}": 1,
+        f"Gemma's QAT: its codes are not read: {others}": 1,
+        "torchao: Int4Tensor is not read: int8, float8 and intx in int8 are": 1,
+    }
 
 
 def fp8_file(held: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -356,6 +461,29 @@ def mxfp4_file(held: dict[str, Tensor]) -> dict[str, Tensor]:
         made[f"{key}_blocks"] = torch.randint(0, 256, (count, width, depth // 32, 16), dtype=torch.uint8)
         made[f"{key}_scales"] = torch.full((count, width, depth // 32), 120, dtype=torch.uint8)
     return made
+
+
+def test_fine_grained_fp8_dequantises_as_transformers_does(tmp_path):
+    """Tensors of a file as its module holds them, beside what transformers makes of that file on a CPU: bit for bit.
+    Whole blocks, since it takes no others."""
+    size, block = {"num_hidden_layers": 1, "hidden_size": 96, "intermediate_size": 160}, [16, 16]
+    tiny_model("llama", **size).save_pretrained(tmp_path)
+    (file,), path = tmp_path.glob("*.safetensors"), tmp_path / "config.json"
+    torch.manual_seed(0)
+    held = load_file(file)
+    packed = {key: (each * 50).to(torch.float8_e4m3fn) for key, each in held.items() if "_proj" in key}
+    grids = {key: tuple(side // 16 for side in each.shape) for key, each in packed.items()}
+    scales = {f"{key}_scale_inv": torch.rand(grid) + 0.5 for key, grid in grids.items()}
+    save_file(held | packed | scales, file, {"format": "pt"})
+    config = {"quant_method": "fp8", "weight_block_size": block}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    for key, codes in packed.items():
+        made = FP8Linear(codes.shape[1], codes.shape[0], block_size=(16, 16))
+        made.weight.data, made.weight_scale_inv.data = codes, scales[f"{key}_scale_inv"]
+        weight = read(made)
+        assert not isinstance(weight, str), weight
+        assert torch.equal(dequantised(weight, torch.float32), model.get_parameter(key)), key
 
 
 @pytest.mark.parametrize(
@@ -385,6 +513,15 @@ def test_what_transformers_dequantised_is_told(
 
 
 def test_exact_is_refused_by_name():
+    """On the CPU; and by any kernels where an adapter takes a weight from those beside it."""
     model, _ = pair(by_lines, num_hidden_layers=2)
     with pytest.raises(Unsupported, match="exact=True"):
         fastspec.patch(model, stored=True, exact=True)
+
+    def target() -> HFModel:
+        return HFModel(model, adapter_for(model), rows=1, capacity=8, tail=1, taps=None, ops=TORCH)
+
+    refuse_parts(target())
+    adapted(model)
+    with pytest.raises(Unsupported, match="layer 0 of LlamaForCausalLM has projections of attention"):
+        refuse_parts(target())
