@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
+import gguf
 import pytest
 import torch
 from helpers.generate import prompts
 from helpers.heads import as_eagle3, make_head, write
+from helpers.models import tiny_model
 from helpers.mtp import FORMS, KINDS, loaded, oracle, published, save_with, target
 from helpers.pages import ROOT
 from helpers.stored import halves
 from helpers.vision import prompts_with_images, seeing
-from huggingface_hub import constants
+from huggingface_hub import constants, file_download
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -260,6 +262,30 @@ def test_models_without_such_a_head_are_refused_by_name(tmp_path: Path) -> None:
         model.generate(torch.tensor([[7, 8]]), max_new_tokens=3, use_mtp=True, assistant="autoregressive")
 
 
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe_lite", "hy_v3", "mimo_v2_flash"])
+def test_families_without_an_adapter_are_refused_by_name(kind: str, tmp_path: Path) -> None:
+    """Before a file is read, and `inspect` says so."""
+    tiny_model(kind).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    width = model.config.hidden_size
+    place = f"model.layers.{model.config.num_hidden_layers}"
+    broken(tmp_path, **{f"{place}.enorm.weight": torch.ones(width), f"{place}.eh_proj.weight": torch.ones(width, 2)})
+    told = f"through an adapter, and {type(model).__name__} runs in generic mode .*: use 'nasd' or 'speculative'"
+    with pytest.raises(Unsupported, match=told):
+        fastspec.patch(model, mtp=True)
+    with fastspec.patched(model), pytest.raises(Unsupported, match=told):
+        model.generate(torch.tensor([[7, 8]]), max_new_tokens=3, assistant="mtp")
+    assert (kind, "refused: it has no adapter") in mtp.inspect_mtp(tmp_path)
+
+
+def test_what_holds_no_layer_is_refused_by_its_type(tmp_path: Path) -> None:
+    model, _ = loaded("qwen3_5_text", tmp_path)
+    with pytest.raises(CheckpointError, match="mtp= is a Linear, which holds no draft layers: accepted are True, a d"):
+        fastspec.patch(model, mtp=torch.nn.Linear(2, 2))
+    with pytest.raises(CheckpointError, match="Gemma 4's draft layers are a checkpoint of their own"):
+        fastspec.patch(tiny_model("gemma4_text"), mtp=True)
+
+
 def test_blocks_among_mtp_tensors_are_refused_by_name(tmp_path: Path) -> None:
     model, _ = loaded("qwen3_5_text", tmp_path)
     layer = {name: tensor for name, tensor in load_file(tmp_path / "model.safetensors").items() if "mtp." in name}
@@ -334,6 +360,25 @@ def test_a_model_of_the_hub_has_its_layer_from_the_revision_that_it_was_loaded_f
     model = AutoModelForCausalLM.from_pretrained("org/tiny", dtype=torch.float32, **options)
     wanted = made["main" if revision is None else "old"].layers[0].mtp_block.self_attn.q_proj.weight
     assert torch.equal(load_mtp(True, model).module.layer.self_attn.q_proj.weight, wanted)
+
+
+@pytest.mark.parametrize("shard", ["1GB", "50KB"])
+def test_files_that_are_there_are_read_without_a_network(
+    hub: Any, shard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where nobody has said that there is none."""
+    for seed, (commit, name) in enumerate((("a" * 40, "main"), ("b" * 40, "old"))):
+        model, _ = loaded("qwen3_5_text", tmp_path / name, seed=seed)
+        with fastspec.patched(model, mtp=True):
+            model.save_pretrained(tmp_path / f"{name} {shard}", max_shard_size=shard)
+        hub(tmp_path / f"{name} {shard}", commit, name)
+    model = AutoModelForCausalLM.from_pretrained("org/tiny", dtype=torch.float32)
+    asked: list[Any] = []
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(file_download, "get_hf_file_metadata", lambda *given, **_: asked.append(given))
+    for source in (True, "org/tiny"):
+        assert load_mtp(source, model).config.kind == "mtp"
+    assert mtp.inspect_mtp("org/tiny") is not None and not asked
 
 
 def test_of_one_revision_alone_and_in_several_files(hub: Any, tmp_path: Path) -> None:
@@ -590,7 +635,17 @@ def test_a_vocabulary_counts_what_a_call_without_drafts_ends_with(tmp_path: Path
     assert found[0][0].tolist() == ids.tolist() and counted == emitted[1:].tolist()
 
 
-@pytest.mark.parametrize("form", ["json", "ids.pt", "d2t.pt", "t2d.safetensors"])
+def as_gguf(ids: Tensor, path: Path) -> None:
+    """Drafted tokens as llama.cpp's conversion of an EAGLE-3 head writes them: `d2t`, the ids themselves."""
+    writer = gguf.GGUFWriter(path, "eagle3")
+    writer.add_tensor("d2t", ids.numpy().astype("int64"))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("form", ["json", "ids.pt", "d2t.pt", "t2d.safetensors", "gguf"])
 def test_lists_of_drafted_tokens_are_read_in_the_forms_of_others(form: str, tmp_path: Path) -> None:
     ids = torch.tensor([3, 4, 9, 20])
     mask = torch.zeros(30, dtype=torch.bool).index_fill_(0, ids, True)
@@ -600,6 +655,7 @@ def test_lists_of_drafted_tokens_are_read_in_the_forms_of_others(form: str, tmp_
         "ids.pt": lambda: torch.save(ids.tolist(), path),
         "d2t.pt": lambda: torch.save({"d2t": ids - torch.arange(4), "t2d": mask}, path),
         "t2d.safetensors": lambda: save_file({"t2d": mask}, path),
+        "gguf": lambda: as_gguf(ids, path),
     }
     write[form]()
     assert torch.equal(read_list(path, 30), ids)
