@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
@@ -16,6 +17,7 @@ import accelerate
 import gguf
 import pytest
 import torch
+from helpers.captured import Stand, stand_in
 from helpers.generate import prompts
 from helpers.heads import as_eagle3, make_head, write
 from helpers.models import tiny_model
@@ -135,6 +137,37 @@ def test_no_token_changes(both: tuple[Any, MtpModel], given: dict[str, Any]) -> 
             plain = type(model).generate(model, **inputs, max_new_tokens=NEW, **given)
             assert torch.equal(answers[1], plain)
             assert fastspec.report(model).last.acceptance_length > 1.3
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
+        ),
+    ],
+)
+def test_captured_rounds_change_no_token(both: tuple[Any, MtpModel], device: str, monkeypatch: Any) -> None:
+    model = copy.deepcopy(both[0]).to(device)
+    replayed: list[Stand] = []
+    if device == "cpu":
+
+        class Counted(Stand):
+            def __call__(self, program: Any, key: Any) -> Any:
+                replayed.append(self)
+                return super().__call__(program, key)
+
+        stand_in(monkeypatch, Counted)
+    inputs = {name: each.to(device) for name, each in prompts(5, 11, 3).items()}
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    plain = type(model).generate(model, **inputs, **options)
+    with fastspec.patched(model, mtp=True):
+        for _ in range(3):
+            assert torch.equal(model.generate(**inputs, **options, assistant=TREE), plain)
+            assert fastspec.report(model).last.acceptance_length > 1.3
+        assert any(each.graph is not None for each in replayed) or fastspec.report(model).graph_bytes > 0
 
 
 @pytest.mark.some("qwen3_5_moe_text", "ernie4_5_moe")
