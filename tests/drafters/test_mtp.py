@@ -205,6 +205,10 @@ def test_turns_and_open_batches(both: tuple[Any, MtpModel]) -> None:
         given = {"attention_mask": torch.ones_like(more), "max_new_tokens": 8, "do_sample": False}
         second = model.generate(more, **{CACHE: first[CACHE]}, assistant=TREE, **given)
         assert torch.equal(second, type(model).generate(model, more, **given))
+        many = prompts(5, 11, 3, 8, 2)
+        plain = type(model).generate(model, **many, max_new_tokens=10, do_sample=False)
+        batch = fastspec.ContinuousBatch(TREE, rows=2)
+        assert torch.equal(model.generate(**many, max_new_tokens=10, do_sample=False, assistant=batch), plain)
         with fastspec.continuous(model, assistant=TREE, rows=2) as batch:
             texts = []
             for drafts in ([True] * 3, [False] * 3, [False, True, False]):
@@ -727,6 +731,19 @@ def test_a_layer_that_is_gone_from_its_files_is_not_lost_in_silence(tmp_path: Pa
         with pytest.raises(CheckpointError, match="nothing was saved"):
             model.save_pretrained(tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+def test_a_quantised_model_says_that_it_is_saved_without_its_layer(tmp_path: Path, monkeypatch: Any) -> None:
+    model, _ = loaded("qwen3_5_text", tmp_path / "first")
+    saved: list[dict[str, Any]] = []
+    monkeypatch.setattr(type(model), "save_pretrained", lambda self, folder, **more: saved.append(more))
+    model.hf_quantizer = object()
+    with (
+        fastspec.patched(model, mtp=True),
+        pytest.warns(UserWarning, match="leaves its MTP layer out, as transformers"),
+    ):
+        model.save_pretrained(tmp_path / "other")
+    assert saved == [{}]
 
 
 def test_fewer_drafted_tokens_than_children_are_refused(tmp_path: Path) -> None:
