@@ -8,13 +8,12 @@ A prompt file has `prompt` or `turns` (the first is asked) in each row. Every ba
 transformers' own generate and by the assistants, and compared token by token; before that the assistants answer every
 batch twice with a few tokens, untimed, and transformers the first batch. With --no-end no token ends an answer. With
 --rows a call decodes so many of its batch's prompts at a time (`fastspec.ContinuousBatch`). Several heads and trees of
-`eagle3` answer a batch one after another, so that a slow spell hits all of them. With --temperature answers are drawn,
+`eagle3` and `mtp` answer a batch one after another, so that a slow spell hits all of them. With --temperature answers are drawn,
 with top-k and top-p of the model's generation config unless --top-p names one, and nothing is compared. A row holds
 
 - `tokens_per_second` of all calls, prefill included, and its 20, 50 and 80 % quantiles over the calls;
 - `rounds`, summed over the calls, `rows`, those of a round, and `rows_running`, the share that had not ended;
-- `answers_sha256` of all answers' tokens in order, to compare two versions of the code;
-- `backend`, the kernels that ran, `head`, the head that drafted, `head_bits`, the bits of its weights, and `drafter`, whether in one launch or one per step;
+- `answers_sha256` of all answers' tokens in order, to compare two versions of the code; `backend`, the kernels that ran, `head`, the head that drafted, `head_bits`, the bits of its weights, `draft_vocab`, an MTP layer's tokens, and `drafter`, whether in one launch or one per step;
 - `differences`: every answer that is not transformers', by prompt (its place among those taken from the file), position
   of the first new token that differs, the two tokens (transformers' first), and the gap of their logits in one forward
   pass over the common text. `near_ties` counts those whose gap is within `rounding_bound`, `other` all else: larger
@@ -51,6 +50,7 @@ from fastspec.programs.training.data import encode_prompts, read_prompts
 ASSISTANTS = {
     "autoregressive": fastspec.Autoregressive(),
     "eagle3": fastspec.Eagle3(),
+    "mtp": fastspec.Mtp(),
     "eagle2": fastspec.Eagle2(),
     "eagle": fastspec.Eagle1(),
     "nasd": fastspec.Nasd(),
@@ -60,7 +60,7 @@ ASSISTANTS = {
     "speculative, draft model": OwnLayers(fastspec.Speculative(gamma=3), 24),
     "speculative, shared vocabulary": OwnLayers(fastspec.Speculative(gamma=3), 24, renamed=True),
 }
-PLAIN = "transformers"
+OF_HEAD, PLAIN = ("eagle3", "mtp"), "transformers"
 
 
 @dataclass(slots=True)
@@ -97,8 +97,9 @@ class Tally:
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default=SMOLLM2)
-    parser.add_argument("--head", nargs="+", default=[SMOLLM2], help="of `eagle3`, a row each")
-    parser.add_argument("--head-bits", nargs="+", type=int, default=[16], help="of `eagle3`: 16, 8 or both, a row each")
+    parser.add_argument("--head", nargs="+", default=[SMOLLM2], help="of `eagle3` or `mtp`, a row each")
+    parser.add_argument("--head-bits", nargs="+", type=int, default=[16], help="of it: 16, 8 or both, a row each")
+    parser.add_argument("--draft-vocab", nargs="+", type=int, help="tokens that `mtp` drafts, a row each; else all")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--eagle-head", help="of `eagle` and `eagle2`; else random weights, mostly wrong drafts")
     parser.add_argument("--prompts", nargs="+", required=True, type=Path, help="jsonl files")
@@ -123,24 +124,22 @@ def main(arguments: list[str] | None = None) -> None:
     if options.no_end:
         model.generation_config.eos_token_id = None
     chosen = {name: ASSISTANTS[name] for name in options.assistants}
-    of_eagle = options.eagle_head or untrained_head(model)
-    heads = {name: of_eagle for name in ("eagle", "eagle2") if name in chosen}
+    heads = dict.fromkeys(chosen.keys() & {"eagle", "eagle2"}, options.eagle_head or untrained_head(model))
     read = list(product(options.head, options.head_bits))
     models = [model, *(twin(model) for _ in read[1:])]  # before the patch
     for each, (source, bits) in zip(models, read, strict=True):
-        given = {"backend": options.backend, "head_bits": bits, **heads}
-        fastspec.patch(each, **given, **({"eagle3": source} if "eagle3" in chosen else {}))
+        given = heads | {name: source for name in OF_HEAD if name in chosen}
+        fastspec.patch(each, backend=options.backend, head_bits=bits, **given)
     where = environment(model) | {"backend": fastspec.report(model).backend}
     ways = {}
     for name, assistant in chosen.items():
-        if name == "eagle3":
-            ways |= eagle3_ways(models, options)
+        if name in OF_HEAD:
+            ways |= ways_of(name, models, options)
         else:
             head = (options.eagle_head or "random weights") if name in heads else None
             ways[name] = Way(model, on(assistant, model, tokenizer), {"assistant": name, "head": head})
-    if options.rows:
-        for way in ways.values():
-            way.assistant = fastspec.ContinuousBatch(way.assistant, options.rows)
+    for way in ways.values() if options.rows else ():
+        way.assistant = fastspec.ContinuousBatch(way.assistant, options.rows)
     for path in options.prompts:
         prompts = encode_prompts(tokenizer, read_prompts(path))
         prompts = [prompt for prompt in prompts if len(prompt) <= options.longest][: options.each]
@@ -155,15 +154,16 @@ def main(arguments: list[str] | None = None) -> None:
                 write(options.out, row)
 
 
-def eagle3_ways(models: list[Any], options: argparse.Namespace) -> dict[str, Way]:
-    """Every tree with every head, each head on its instance of the model."""
+def ways_of(name: str, models: list[Any], options: argparse.Namespace) -> dict[str, Way]:
+    """Every tree with every head and number of drafted tokens, each head on its instance of the model."""
     ways = {}
     fused, heads = FUSED[options.drafter], list(product(options.head, options.head_bits))
-    for text, (model, (source, bits)) in product(options.tree, zip(models, heads, strict=True)):
+    vocabularies = [{"draft_vocab": count} for count in options.draft_vocab or [] if name == "mtp"] or [{}]
+    for text, (model, (source, bits)), few in product(options.tree, zip(models, heads, strict=True), vocabularies):
         sizes: Any = "auto" if text == "auto" else [int(size) for size in text.split(",")]
-        said = {"assistant": "eagle3", "head": source, "head_bits": bits, "tree": sizes}
+        said = {"assistant": name, "head": source, "head_bits": bits, "tree": sizes, **few}
         said["drafter"] = "fused" if fused else "kernels"
-        ways[f"eagle3 {text} {source} {bits}"] = Way(model, tree_of(text, fused=fused), said)
+        ways[f"{name} {text} {source} {bits} {few}"] = Way(model, tree_of(text, name, fused=fused, **few), said)
     return ways
 
 

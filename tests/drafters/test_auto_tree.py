@@ -191,7 +191,7 @@ class Asked:
 
 
 @pytest.mark.parametrize("config", [Eagle3(), Eagle2(), Mtp(draft_vocab="full"), Eagle3(fused=False)], ids=repr)
-def test_a_devices_own_trees_have_sizes_that_pay_where_these_change_no_token_and_in_mixtures(config):
+def test_a_devices_own_trees_have_sizes_that_pay_where_these_change_no_token_or_no_setting_holds_bits(config):
     def steps(
         config: Any,
         model: Any,
@@ -209,8 +209,9 @@ def test_a_devices_own_trees_have_sizes_that_pay_where_these_change_no_token_and
             Asked(decoding, model, replace(TORCH, exact=exact), how, torch.device(kind), request)
         ).decoding.steps
 
-    dense, mixture = tiny_model(), tiny_model("qwen3_moe")
+    dense, mixture, recurrent = map(tiny_model, ("llama", "qwen3_moe", "qwen3_5_text"))
     assert steps(config, dense, True) == steps(config, mixture, False, temperature=1.0) == (config, "cuda")
+    assert steps(config, recurrent, False) == (config, "cuda")
     assert steps(config, dense, False, rows=8) is None and steps(config, mixture, False, "cpu") is None
     assert steps(config, dense, False, "cpu", rows=2) == (config, "cpu")
     assert steps(config, dense, False, "cpu", rows=2, keep_scores=True) is None

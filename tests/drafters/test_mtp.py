@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
@@ -13,15 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
+import gguf
 import pytest
 import torch
+from helpers.captured import Stand, stand_in
 from helpers.generate import prompts
 from helpers.heads import as_eagle3, make_head, write
+from helpers.models import tiny_model
 from helpers.mtp import FORMS, KINDS, loaded, oracle, published, save_with, target
 from helpers.pages import ROOT
 from helpers.stored import halves
 from helpers.vision import prompts_with_images, seeing
-from huggingface_hub import constants
+from huggingface_hub import constants, file_download
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -135,6 +139,37 @@ def test_no_token_changes(both: tuple[Any, MtpModel], given: dict[str, Any]) -> 
             assert fastspec.report(model).last.acceptance_length > 1.3
 
 
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
+        ),
+    ],
+)
+def test_captured_rounds_change_no_token(both: tuple[Any, MtpModel], device: str, monkeypatch: Any) -> None:
+    model = copy.deepcopy(both[0]).to(device)
+    replayed: list[Stand] = []
+    if device == "cpu":
+
+        class Counted(Stand):
+            def __call__(self, program: Any, key: Any) -> Any:
+                replayed.append(self)
+                return super().__call__(program, key)
+
+        stand_in(monkeypatch, Counted)
+    inputs = {name: each.to(device) for name, each in prompts(5, 11, 3).items()}
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    plain = type(model).generate(model, **inputs, **options)
+    with fastspec.patched(model, mtp=True):
+        for _ in range(3):
+            assert torch.equal(model.generate(**inputs, **options, assistant=TREE), plain)
+            assert fastspec.report(model).last.acceptance_length > 1.3
+        assert any(each.graph is not None for each in replayed) or fastspec.report(model).graph_bytes > 0
+
+
 @pytest.mark.some("qwen3_5_moe_text", "ernie4_5_moe")
 def test_a_layer_in_8_bits_changes_no_token(both: tuple[Any, MtpModel]) -> None:
     """Projections and dense feed-forwards are rounded; experts, their routers and what the target lends are not."""
@@ -170,6 +205,10 @@ def test_turns_and_open_batches(both: tuple[Any, MtpModel]) -> None:
         given = {"attention_mask": torch.ones_like(more), "max_new_tokens": 8, "do_sample": False}
         second = model.generate(more, **{CACHE: first[CACHE]}, assistant=TREE, **given)
         assert torch.equal(second, type(model).generate(model, more, **given))
+        many = prompts(5, 11, 3, 8, 2)
+        plain = type(model).generate(model, **many, max_new_tokens=10, do_sample=False)
+        batch = fastspec.ContinuousBatch(TREE, rows=2)
+        assert torch.equal(model.generate(**many, max_new_tokens=10, do_sample=False, assistant=batch), plain)
         with fastspec.continuous(model, assistant=TREE, rows=2) as batch:
             texts = []
             for drafts in ([True] * 3, [False] * 3, [False, True, False]):
@@ -260,6 +299,30 @@ def test_models_without_such_a_head_are_refused_by_name(tmp_path: Path) -> None:
         model.generate(torch.tensor([[7, 8]]), max_new_tokens=3, use_mtp=True, assistant="autoregressive")
 
 
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe_lite", "hy_v3", "mimo_v2_flash"])
+def test_families_without_an_adapter_are_refused_by_name(kind: str, tmp_path: Path) -> None:
+    """Before a file is read, and `inspect` says so."""
+    tiny_model(kind).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    width = model.config.hidden_size
+    place = f"model.layers.{model.config.num_hidden_layers}"
+    broken(tmp_path, **{f"{place}.enorm.weight": torch.ones(width), f"{place}.eh_proj.weight": torch.ones(width, 2)})
+    told = f"through an adapter, and {type(model).__name__} runs in generic mode .*: use 'nasd' or 'speculative'"
+    with pytest.raises(Unsupported, match=told):
+        fastspec.patch(model, mtp=True)
+    with fastspec.patched(model), pytest.raises(Unsupported, match=told):
+        model.generate(torch.tensor([[7, 8]]), max_new_tokens=3, assistant="mtp")
+    assert (kind, "refused: it has no adapter") in mtp.inspect_mtp(tmp_path)
+
+
+def test_what_holds_no_layer_is_refused_by_its_type(tmp_path: Path) -> None:
+    model, _ = loaded("qwen3_5_text", tmp_path)
+    with pytest.raises(CheckpointError, match="mtp= is a Linear, which holds no draft layers: accepted are True, a d"):
+        fastspec.patch(model, mtp=torch.nn.Linear(2, 2))
+    with pytest.raises(CheckpointError, match="Gemma 4's draft layers are a checkpoint of their own"):
+        fastspec.patch(tiny_model("gemma4_text"), mtp=True)
+
+
 def test_blocks_among_mtp_tensors_are_refused_by_name(tmp_path: Path) -> None:
     model, _ = loaded("qwen3_5_text", tmp_path)
     layer = {name: tensor for name, tensor in load_file(tmp_path / "model.safetensors").items() if "mtp." in name}
@@ -334,6 +397,25 @@ def test_a_model_of_the_hub_has_its_layer_from_the_revision_that_it_was_loaded_f
     model = AutoModelForCausalLM.from_pretrained("org/tiny", dtype=torch.float32, **options)
     wanted = made["main" if revision is None else "old"].layers[0].mtp_block.self_attn.q_proj.weight
     assert torch.equal(load_mtp(True, model).module.layer.self_attn.q_proj.weight, wanted)
+
+
+@pytest.mark.parametrize("shard", ["1GB", "50KB"])
+def test_files_that_are_there_are_read_without_a_network(
+    hub: Any, shard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where nobody has said that there is none."""
+    for seed, (commit, name) in enumerate((("a" * 40, "main"), ("b" * 40, "old"))):
+        model, _ = loaded("qwen3_5_text", tmp_path / name, seed=seed)
+        with fastspec.patched(model, mtp=True):
+            model.save_pretrained(tmp_path / f"{name} {shard}", max_shard_size=shard)
+        hub(tmp_path / f"{name} {shard}", commit, name)
+    model = AutoModelForCausalLM.from_pretrained("org/tiny", dtype=torch.float32)
+    asked: list[Any] = []
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(file_download, "get_hf_file_metadata", lambda *given, **_: asked.append(given))
+    for source in (True, "org/tiny"):
+        assert load_mtp(source, model).config.kind == "mtp"
+    assert mtp.inspect_mtp("org/tiny") is not None and not asked
 
 
 def test_of_one_revision_alone_and_in_several_files(hub: Any, tmp_path: Path) -> None:
@@ -590,7 +672,17 @@ def test_a_vocabulary_counts_what_a_call_without_drafts_ends_with(tmp_path: Path
     assert found[0][0].tolist() == ids.tolist() and counted == emitted[1:].tolist()
 
 
-@pytest.mark.parametrize("form", ["json", "ids.pt", "d2t.pt", "t2d.safetensors"])
+def as_gguf(ids: Tensor, path: Path) -> None:
+    """Drafted tokens as llama.cpp's conversion of an EAGLE-3 head writes them: `d2t`, the ids themselves."""
+    writer = gguf.GGUFWriter(path, "eagle3")
+    writer.add_tensor("d2t", ids.numpy().astype("int64"))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("form", ["json", "ids.pt", "d2t.pt", "t2d.safetensors", "gguf"])
 def test_lists_of_drafted_tokens_are_read_in_the_forms_of_others(form: str, tmp_path: Path) -> None:
     ids = torch.tensor([3, 4, 9, 20])
     mask = torch.zeros(30, dtype=torch.bool).index_fill_(0, ids, True)
@@ -600,6 +692,7 @@ def test_lists_of_drafted_tokens_are_read_in_the_forms_of_others(form: str, tmp_
         "ids.pt": lambda: torch.save(ids.tolist(), path),
         "d2t.pt": lambda: torch.save({"d2t": ids - torch.arange(4), "t2d": mask}, path),
         "t2d.safetensors": lambda: save_file({"t2d": mask}, path),
+        "gguf": lambda: as_gguf(ids, path),
     }
     write[form]()
     assert torch.equal(read_list(path, 30), ids)
@@ -638,6 +731,19 @@ def test_a_layer_that_is_gone_from_its_files_is_not_lost_in_silence(tmp_path: Pa
         with pytest.raises(CheckpointError, match="nothing was saved"):
             model.save_pretrained(tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+def test_a_quantised_model_says_that_it_is_saved_without_its_layer(tmp_path: Path, monkeypatch: Any) -> None:
+    model, _ = loaded("qwen3_5_text", tmp_path / "first")
+    saved: list[dict[str, Any]] = []
+    monkeypatch.setattr(type(model), "save_pretrained", lambda self, folder, **more: saved.append(more))
+    model.hf_quantizer = object()
+    with (
+        fastspec.patched(model, mtp=True),
+        pytest.warns(UserWarning, match="leaves its MTP layer out, as transformers"),
+    ):
+        model.save_pretrained(tmp_path / "other")
+    assert saved == [{}]
 
 
 def test_fewer_drafted_tokens_than_children_are_refused(tmp_path: Path) -> None:

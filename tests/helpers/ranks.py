@@ -53,7 +53,7 @@ from helpers.vision import prompts_with_images
 SMALL = {"num_hidden_layers": 3}
 """A recurrent family's layers alternate: both kinds. With key heads for two processes."""
 SEEING = "qwen2_5_vl"
-OWN_LAYER = "glm4_moe with its MTP layer"
+OWN_LAYER = " with its MTP layer"
 SIZE = 2
 """How many processes there are; `join` and `of_size` set it."""
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
@@ -202,8 +202,7 @@ def drafted(load: Loader, kind: str) -> list[Any]:
 
 def own_layer(load: Loader, kind: str) -> list[Any]:
     """The MTP layer of a model's files, which every process has whole."""
-    del kind
-    model = load(OWN_LAYER)
+    model = load(f"{kind}{OWN_LAYER}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(own_layers, "PROBE_TOKENS", 64)
         with fastspec.patched(model, mtp=True):

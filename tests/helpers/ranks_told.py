@@ -132,7 +132,7 @@ def verdicts(load: Loader, kind: str) -> list[Any]:
     """Readings of an MTP layer that processes have after each patch, and how often each has probed it: without a kept
     verdict, with one that the first alone finds, and with another that the first alone does not find."""
     del kind
-    model, probes, made = load(OWN_LAYER), [], list[Any]()
+    model, probes, made = load(f"glm4_moe{OWN_LAYER}"), [], list[Any]()
     ranks, agreements = Ranks(group_of(model), torch.device("cpu")), own_layers._agreements  # type: ignore[arg-type]
 
     def probing(*given: Any) -> list[float]:
@@ -158,7 +158,7 @@ def verdicts(load: Loader, kind: str) -> list[Any]:
 def vocabularies(load: Loader, kind: str) -> list[Any]:
     """Drafted tokens of an MTP layer in processes whose lists of them differ, their answer, and rounds."""
     del kind
-    model = load(OWN_LAYER)
+    model = load(f"glm4_moe{OWN_LAYER}")
     with pytest.MonkeyPatch.context() as patch, fastspec.patched(model, mtp=True):
         patch.setattr(smaller_heads, "_ids", lambda path: torch.arange(0, 40) if first() else torch.arange(20, 60))
         few = fastspec.Mtp(draft_vocab="list.json")

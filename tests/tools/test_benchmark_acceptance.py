@@ -16,8 +16,10 @@ from helpers.models import tiny_head, tiny_model
 from helpers.training import small_target, small_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from fastspec.generation.stats import Stats
+from fastspec.patches.assistants.mtp import new_mtp, saved_mtp
 from fastspec.patches.hf.cache import CACHE, kept_cache
 
 pytestmark = pytest.mark.slow  # of a script that is run by hand
@@ -161,6 +163,20 @@ def test_several_heads_are_measured_in_one_run_as_by_themselves(script, saved: P
     alone = [rows_of(script, saved, *shared, "--head", head)[1] for head in heads]
     assert [row["rounds"] for row in both] == [row["rounds"] for row in alone]
     assert both[0]["rounds"] != both[1]["rounds"]  # so that one could not stand for the other
+
+
+def test_an_mtp_layer_has_rows_by_trees_and_by_drafted_tokens(script, saved: Path) -> None:
+    layer = saved / "layer"
+    layer.mkdir(exist_ok=True)
+    save_file(saved_mtp(new_mtp(small_target(10, peak=0.2))), layer / "model.safetensors")
+    shared = ["--assistants", "mtp", "--head", str(layer), "--tree", "2,0,1", "8,2,3"]
+    rows = rows_of(script, saved, *shared, "--draft-vocab", "256", "300")
+    assert [(row["tree"], row["draft_vocab"]) for row in rows] == [
+        (tree, count) for tree in ([2, 0, 1], [8, 2, 3]) for count in (256, 300)
+    ]
+    assert all(row["identical"] == row["count"] for row in rows)
+    whole = rows_of(script, saved, *shared, "--no-plain")
+    assert all("draft_vocab" not in row and row["acceptance_length"] >= 1 for row in whole)
 
 
 def test_drawn_answers_have_rows_of_their_own_and_are_compared_with_nothing(script, saved: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -308,7 +309,7 @@ def _together(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _files(where: str, revision: str | None) -> Iterator[tuple[Callable[[], str], list[str], bool]]:
     """The files of a checkpoint, each with the names of its tensors, and True for those that the model is loaded from,
-    which come first; one of the hub's is fetched when it is asked for."""
+    which come first; one of the hub's is fetched when it is asked for and no cache has it."""
     folder = Path(where).expanduser()
     if folder.is_dir():
         stored = sorted(folder.glob("*.safetensors"))
@@ -322,9 +323,10 @@ def _files(where: str, revision: str | None) -> Iterator[tuple[Callable[[], str]
         for file in sorted(stored, key=lambda file: (file.name not in loaded, file.name)):
             yield partial(str, file), _keys(file), file.name in loaded
         return
-    index = _fetched(where, INDEX, revision)
+    whole = _cached(where, WHOLE, revision)
+    index = _fetched(where, INDEX, revision) if whole is None or _cached(where, INDEX, revision) else None
     if index is None:
-        whole = _fetched(where, WHOLE, revision)
+        whole = whole or _fetched(where, WHOLE, revision)
         if whole is None:
             raise CheckpointError(
                 f"{where} is no directory, and as a hub id it gives neither {INDEX} nor {WHOLE}: MTP weights are read "
@@ -354,8 +356,18 @@ def _keys(file: Path) -> list[str]:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
+def _cached(where: str, name: str, revision: str | None) -> str | None:
+    """The path of a file of the hub's that was fetched before. Asks no network."""
+    with suppress(ValueError):  # no hub id: `_fetched` says so
+        found = try_to_load_from_cache(where, name, revision=revision)
+        return found if isinstance(found, str) else None
+    return None
+
+
 def _fetched(where: str, name: str, revision: str | None) -> str | None:
     """The path of a file of the hub's, None where the repository has no such file."""
+    if found := _cached(where, name, revision):
+        return found
     try:
         return cached_file(where, name, revision=revision, _raise_exceptions_for_missing_entries=False)
     except OSError as error:

@@ -72,10 +72,15 @@ def _special(model: Any) -> Iterable[int]:
     where = getattr(model.config, "name_or_path", None)
     if not where:
         return ()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(where, revision=revision_of(model))
-    except Exception as error:  # of any kind: a tokenizer may be anybody's, and here it chooses drafts alone
-        told = f"{type(error).__name__}: {error}".partition("\n")[0]
+    revision, failed = revision_of(model), Exception()
+    for local in (True, False):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(where, revision=revision, local_files_only=local)
+            break
+        except Exception as error:  # of any kind: a tokenizer may be anybody's, and here it chooses drafts alone
+            failed = error
+    else:
+        told = f"{type(failed).__name__}: {failed}".partition("\n")[0]
         warnings.warn(
             f"no tokenizer was found in {where} ({told}), so the draft vocabulary has its first tokens and no added "
             "ones; Mtp(draft_vocab=FILE) lists others",

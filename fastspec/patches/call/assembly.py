@@ -33,6 +33,7 @@ from fastspec.patches.assistants.speculative import read_parameters
 from fastspec.patches.call.plan import Plan
 from fastspec.patches.hf.cache import import_past
 from fastspec.patches.hf.compat import dtype_of
+from fastspec.patches.hf.config_fields import recurrent_layers
 from fastspec.patches.hf.factory import language_model
 from fastspec.patches.hf.model import HFModel
 
@@ -56,12 +57,12 @@ def sized(plan: Plan) -> Plan:
 
 def _chooses_sizes(plan: Plan) -> bool:
     """True where sizes that follow a clock change no bit of an answer, in mixtures, to which a node of a large tree
-    costs as much as a token, and in batches on the CPU, to which all nodes do, in fp32, where they change no token that
-    is returned alone."""
+    costs as much as a token, with recurrent layers, which nothing holds to bits, and in batches on the CPU, to which
+    all nodes cost as much, in fp32, where they change no token that is returned alone."""
     if plan.device.type == "cpu":
         alone = plan.request.width == 1 or plan.request.keeps_logits
         return not alone and dtype_of(plan.model) == torch.float32
-    return plan.ops.exact or experts_share(plan.model) < 1
+    return plan.ops.exact or experts_share(plan.model) < 1 or any(recurrent_layers(plan.model.config))
 
 
 def engine_of(plan: Plan) -> tuple[Engine[HFModel], Hashable]:

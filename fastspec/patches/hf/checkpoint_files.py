@@ -53,8 +53,8 @@ COMPARED, ROWS = 8, 8
 
 
 def revision_of(model: Any) -> str | None:
-    """Commit whose files in the hub's cache hold a model's weights; None for the repository's main one, and where the
-    cache does not tell (a directory, `cache_dir`)."""
+    """Commit whose files in the hub's cache hold a model's weights, main where several do; None where the cache does
+    not tell (a directory, `cache_dir`)."""
     where = getattr(model.config, "name_or_path", None) or ""
     if not where or Path(where).expanduser().is_dir():
         return None
@@ -71,10 +71,9 @@ def revision_of(model: Any) -> str | None:
     matrices = sorted(weights.keys() - vectors, key=lambda name: (weights[name].ndim < 2, weights[name].numel()))
     few = {name: weights[name].detach()[:ROWS] for name in (*vectors, *matrices[: COMPARED // 2])}
     main = folder / "refs" / "main"
+    first = main.read_text(encoding="utf-8").strip() if main.is_file() else None
     alike = [each.name for each in found if _holds(each, few)]
-    if main.is_file() and main.read_text(encoding="utf-8").strip() in alike:
-        return None
-    return alike[0] if alike else None
+    return first if first in alike else next(iter(alike), None)
 
 
 def _holds(snapshot: Path, weights: Mapping[str, Tensor]) -> bool:

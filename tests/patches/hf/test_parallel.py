@@ -15,7 +15,7 @@ import torch
 from helpers.generate import bigram
 from helpers.models import FAMILIES as ADAPTED
 from helpers.models import tiny_head, tiny_model
-from helpers.mtp import loaded
+from helpers.mtp import KINDS, loaded
 from helpers.rank_pool import RankPools
 from helpers.ranks import (
     OWN_LAYER,
@@ -79,7 +79,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_model("gemma4_text", **SMALL, **GEMMA4_EXPERTS).save_pretrained(made / "gemma4_experts")
     tiny_model("llama", **SMALL | {"num_hidden_layers": 1}).save_pretrained(made / "one layer")
     bigram(**sizes()).save_pretrained(made / "bigram")
-    loaded("glm4_moe", made / OWN_LAYER)
+    for kind in KINDS:
+        heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4} if kind.startswith("qwen") else {}
+        loaded(kind, made / f"{kind}{OWN_LAYER}", **heads)
     seeing(SEEING).save_pretrained(made / SEEING)
     return made
 
@@ -118,8 +120,9 @@ def test_drafts_are_accepted(rank_pools: RankPools, folder: Path) -> None:
     rank_pools.compare(drafted, folder)
 
 
-def test_the_layer_of_a_models_own_files_drafts_in_all(rank_pools: RankPools, folder: Path) -> None:
-    rank_pools.compare(own_layer, folder)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_layer_of_a_models_own_files_drafts_in_all(rank_pools: RankPools, folder: Path, kind: str) -> None:
+    rank_pools.compare(own_layer, folder, kind)
 
 
 def test_heads_are_cut_too(rank_pools: RankPools, folder: Path) -> None:
