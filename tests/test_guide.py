@@ -187,8 +187,8 @@ def test_figures_of_times_are_those_of_their_rows() -> None:
         for shape in ("llama-8b", "qwen2-1.5b")
         for count in (1, 8)
     ]
-    held("assistants.md", "{:.0f} % slower than without drafts, eight rows {:.0f} %, of a 1.5B".format(*slower))
-    held("assistants.md", "of a 1.5B shape {:.0f} and {:.0f} %".format(*slower[2:]))
+    held("assistants.md", "{:.0f} % slower than without drafts for an 8B shape and {:.0f} % for".format(*slower[::2]))
+    held("assistants.md", "a 1.5B shape, with eight rows {:.0f} and {:.0f} %".format(*slower[1::2]))
     for shape, said in (
         ("llama-8b", "{:.2f} times as fast as without drafts, and {:.2f} times"),
         ("qwen2-1.5b", "{:.2f} and {:.2f} times"),

@@ -45,7 +45,14 @@ def read_heads(sources: Iterable[str], config: Any = None) -> dict[str, str]:
 
 
 def fitting_heads(sources: Sequence[str] | None, model: str) -> dict[str, str]:
-    """Heads by assistant, as `read_heads` finds them, that fit a model by its configuration."""
+    """Heads by assistant, as `read_heads` finds them, that fit a model by its configuration. Raises Unsupported for
+    NAME=HEAD, which stands for one of several heads."""
+    for name, source in map(named, sources or ()):
+        if name:
+            raise Unsupported(
+                f"--head names {name}: `fastspec bench` compares heads by name, and `generate` and `serve` name those "
+                f"of a cascade's stages; here give --head {source}"
+            )
     return read_heads(sources, load_config(model)) if sources else {}
 
 

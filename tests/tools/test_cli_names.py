@@ -82,6 +82,25 @@ def test_heads_of_each_kind_are_told_by_their_files(saved: Path, reached: list[A
     assert reached == [(str(saved / "model"), {"eagle3": str(saved / "head"), "eagle": older, "eagle2": older})]
 
 
+@pytest.mark.parametrize("command", ["warmup", "demo", "chat"])
+def test_a_name_before_a_head_is_refused_where_nothing_is_compared(
+    saved: Path, reached: list[Any], command: str, monkeypatch
+) -> None:
+    monkeypatch.setattr("fastspec.programs.chat.settings.load_model", None)
+    done = run(
+        command, str(saved / "model"), "--prompt" if command != "warmup" else "--rows", "1", "--head", f"x={saved}/head"
+    )
+    told = " ".join(done.output.split())
+    assert done.exit_code == 1 and not reached
+    assert "names x" in told and "fastspec bench" in told and "generate" in told, done.output
+
+
+def test_a_chat_refuses_what_takes_no_resource_before_it_loads(saved: Path, monkeypatch) -> None:
+    monkeypatch.setattr("fastspec.programs.chat.settings.load_model", None)
+    done = run("chat", str(saved / "model"), "--prompt", "w1", "--resource", "eagl3=x")
+    assert done.exit_code == 1 and "'eagl3' takes no resource: did you mean eagle3" in done.output, done.output
+
+
 @pytest.mark.parametrize("old", [False, True])
 def test_training_has_the_names_of_the_other_commands(saved: Path, tmp_path: Path, old: bool, monkeypatch) -> None:
     seen: list[TrainConfig] = []

@@ -83,6 +83,8 @@ def make_batches(prompts: list[BenchPrompt], size: int) -> list[list[BenchPrompt
 LOOKUP, ASSISTED, COMPILED = "prompt-lookup", "assisted", "static-compile"
 PEERS = (BASELINE, LOOKUP, ASSISTED, COMPILED)
 """Methods of transformers: plain `generate`, n-gram lookup, a draft model or early exit, a static cache compiled."""
+MEASURED = tuple(name for name in ASSISTANTS if name != "cascade")
+"""Assistants that are methods: a cascade answers with several models."""
 ENGINES = ("vllm",)
 """Other libraries, which answer in processes of their own."""
 LOOKUP_TOKENS = 10
@@ -181,7 +183,7 @@ def read_drafters(
     """Drafters of a run for a target named `model`, before weights are loaded; without `heads` those that ship for it.
     Raises Unsupported and CheckpointError for a method that does not exist or lacks its drafter, two heads of one kind
     and name, a head that is none or does not fit, and what else the models' configurations tell."""
-    known = [name for name in (*PEERS, *ASSISTANTS) if name != "cascade"]
+    known = (*PEERS, *MEASURED)
     for name in methods or ():
         if name == "cascade":
             raise Unsupported("a cascade answers with several models, and is measured by fastspec cascade evaluate")
@@ -237,7 +239,7 @@ def choose(
     if plain.device.type != "cuda" and COMPILED not in (methods or ()):
         lacking[COMPILED] = "compiled on a CPU only where it is named"
     models = dict.fromkeys(PEERS, plain)
-    for name in (method for each in ASSISTANTS for method in drafters.names(each)):
+    for name in (method for each in MEASURED for method in drafters.names(each)):
         assistant, _, head = name.partition(":")
         options[name], models[name] = {"assistant": drafters.assistant(name)}, patched[head]
         try:
@@ -246,7 +248,7 @@ def choose(
             lacking[name] = f"{error} (here: {SUPPLIED[assistant]})" if assistant in SUPPLIED else str(error)
     wanted = [  # a name stands for one method, or that of an assistant for one of each of its heads
         each
-        for name in methods or (*PEERS, *ASSISTANTS)
+        for name in methods or (*PEERS, *MEASURED)
         for each in ([name] if name in PEERS or ":" in name else drafters.names(name))
     ]
     chosen = []

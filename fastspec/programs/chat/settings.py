@@ -160,9 +160,17 @@ def resource_names() -> list[str]:
     return [name for name in inspect.signature(fastspec.patch).parameters if name in ASSISTANTS]
 
 
+def checked_resources(settings: Settings) -> dict[str, str]:
+    """Sources of resources by assistant. Raises Unsupported for an assistant that takes none."""
+    for name, _ in settings.resources:
+        if name not in resource_names():
+            raise Unsupported(f"{name!r} takes no resource: {accepted(name, resource_names())}")
+    return dict(settings.resources)
+
+
 def load(settings: Settings) -> tuple[Any, Any]:
     """The settings' model, patched, and its tokenizer; bf16 on CUDA, fp32 on the CPU."""
-    if fastspec.Speculative.name in (given := dict(settings.resources)):
+    if fastspec.Speculative.name in (given := checked_resources(settings)):
         load_config(given[fastspec.Speculative.name])  # a mistyped name is told before the target is loaded
     model, tokenizer = load_model(settings.model, use_device(settings.device))
     return fastspec.patch(model, **read_resources(settings, model, tokenizer), backend=settings.backend), tokenizer
@@ -176,10 +184,8 @@ def heads_of(model: str, heads: Sequence[str] | None) -> dict[str, str]:
 def read_resources(settings: Settings, model: Any, tokenizer: Any) -> dict[str, Any]:
     """Resources for `fastspec.patch`: draft models are loaded, and cascades read. Raises Unsupported for an assistant
     that takes none, and for what cannot be read."""
-    given: dict[str, Any] = dict(settings.resources)
+    given: dict[str, Any] = checked_resources(settings)
     for name, source in settings.resources:
-        if name not in resource_names():
-            raise Unsupported(f"{name!r} takes no resource: {accepted(name, resource_names())}")
         if name == "speculative":
             given[name] = load_draft(source, model, tokenizer)
         if name == fastspec.Cascade.name:
