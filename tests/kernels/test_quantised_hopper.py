@@ -12,7 +12,7 @@ from helpers.stored import float8, packed, rows8, table4
 
 from fastspec.kernels.launch import is_hopper
 from fastspec.kernels.linear.reference import GELU_TANH, SILU, Parts, joined, opened
-from fastspec.kernels.quantised import hopper, reference, row
+from fastspec.kernels.quantised import hopper, reference
 from fastspec.kernels.quantised import linear as kernel
 
 pytestmark = [
