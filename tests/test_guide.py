@@ -196,6 +196,18 @@ def test_figures_of_times_are_those_of_their_rows() -> None:
         kinds = {"shape": shape, "rows": 8, "way": "generate", "survival": [0.93, 0.8, 0.66, 0.58, 0.44, 0.39, 0.24]}
         pair = [one("oracle_h200.jsonl", "over_plain", tree=tree, **kinds) for tree in ("auto", "default")]
         held("../performance/batches.md", said.format(*pair))
+    nothing = [
+        100 - 100 * each["over_plain"]
+        for each in rows("oracle_h200.jsonl", method="eagle3", survival=[0.0], new_tokens=128)
+        if each["rows"] < 128
+    ]
+    held("../performance/batches.md", f"1, 8 and 32 rows take {min(nothing):.0f} to {max(nothing):.0f} % longer")
+    longer = one("oracle_h200.jsonl", "over_plain", survival=[0.0], new_tokens=1024, method="eagle3")
+    held("../performance/batches.md", f"answers of 1,024 tokens {100 - 100 * longer:.0f} %")
+    open_rows = {"shape": "qwen2-1.5b", "rows": 32, "way": "open", "tree": "auto"}
+    held(
+        "../performance/batches.md", f"made {one('oracle_h200.jsonl', 'over_plain', **open_rows):.2f} times the tokens"
+    )
     mixture = {"shape": "qwen3-30b-a3b", "method": "eagle3", "rows": 1}
     fixed, chosen = (one("oracle_h200.jsonl", "over_plain", tree=tree, **mixture) for tree in ("default", "auto"))
     held("assistants.md", f"{chosen:.2f} times as fast as without drafts, where 60 nodes made it {fixed:.2f} times")
