@@ -246,7 +246,8 @@ class NasdDrafter(HostDrafter):
             self._feed(storage, storage.start(), [(token, ()) for token in text])
 
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
-        for row, (first, real, *text) in enumerate(torch.cat((root[:, None], counts[:, None], ids), 1).tolist()):
+        known = torch.stack((root.to(ids.device), counts.to(ids.device)), 1)  # layers may lie on several devices
+        for row, (first, real, *text) in enumerate(torch.cat((known, ids), 1).tolist()):
             self.rule.recurrence.begin(row)
             self.roots[row], self.fresh[row] = first, []
             self._hear(row, [*text[:real], first])
