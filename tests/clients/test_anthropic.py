@@ -10,9 +10,10 @@ import torch
 from helpers.clients import MARKS
 from helpers.grammars import TOKENIZER, terse
 from helpers.saying import ANSWERS, saying
-from helpers.serve import NAME, SECONDS, Served, served, talk
+from helpers.serve import NAME, SECONDS, Served, raw, served, talk
 
 import fastspec
+from fastspec.programs.serving import app
 
 pytestmark = MARKS
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -48,6 +49,18 @@ def test_whole_and_streamed(client: Any) -> None:
         assert texts == "".join(block.text for block in whole.content if block.type == "text")
         assert (final.stop_reason, final.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
     assert whole.stop_reason == "max_tokens"
+
+
+def test_pings_of_a_silent_stream_are_skipped(server: Served, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a call is held back until it is whole."""
+    monkeypatch.setattr(app, "SILENCE", 0.001)
+    given = {**GIVEN, "tools": [{"name": "weather", "input_schema": SCHEMA}]}
+    whole = client.messages.create(**given)
+    with client.messages.stream(**given) as stream:
+        final = stream.get_final_message()
+    assert content(final) == content(whole) and final.stop_reason == "tool_use"
+    streamed = raw(server, "/v1/messages", {**given, "stream": True})
+    assert streamed.count("event: ping") > 1  # one begins every stream
 
 
 def test_a_tool_is_called_and_answered(client: Any) -> None:

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import fastspec
+from fastspec.programs.serving import app
 
 pytestmark = MARKS
 QUESTION = "Why is the sky blue?"
@@ -88,9 +89,11 @@ def marks(browser: Browser) -> set[str]:
 
 
 def test_an_answer_streams_in_the_colours_of_its_tokens(
-    pair: Any, tokenizer: Any, browser: Browser, tmp_path: Path
+    pair: Any, tokenizer: Any, browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a real model: typed, seen while it comes, and walked through by keys; with and without drafts."""
+    """Of a real model: typed, seen while it comes, and walked through by keys; with and without drafts. Comments
+    between the events are skipped."""
+    monkeypatch.setattr(app, "SILENCE", 0.001)
     with served(pair[1], rows=2, max_length=300, assistant="eagle3", tokenizer=tokenizer) as server:
         opened(browser, server, 48)
         assert "eagle3" in browser.run("return document.getElementById('served').textContent")

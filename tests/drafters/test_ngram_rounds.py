@@ -3,6 +3,7 @@ captured, and costs that were measured."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle
@@ -260,6 +261,41 @@ def test_counts_of_another_text_and_of_a_storage_that_all_rows_have_are_not_take
     shared = [NasdDrafter(config, [config.storage], torch.device("cpu"), BYTES) for _ in range(2)]
     shared[0].begin(torch.arange(3, 90)[None], torch.tensor([87]), torch.empty(0), torch.tensor([90]))
     assert shared[1].take_prefix(shared[0], 0, 87) == 0 and shared[1].storages[0] is config.storage
+
+
+def state_of(part: Any) -> Any:
+    """All that a drafter and its parts hold."""
+    if isinstance(part, (dict, list, tuple, deque)):
+        items = part.items() if isinstance(part, dict) else part
+        return [state_of(each) for each in items]
+    if type(part).__module__.startswith("fastspec."):
+        names = [*getattr(part, "__slots__", ()), *getattr(part, "__dict__", ())]
+        return type(part).__name__, {name: state_of(getattr(part, name)) for name in names}
+    return part
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_a_drafter_that_is_opened_again_is_as_a_new_one(dear, rows):
+    """But for a storage that calls share."""
+    text, config = [3, 4, 5] * 30, fastspec.Nasd()
+    drafter = drafter_of(rows, text)
+    before = state_of(drafter)
+    for number in range(40):
+        if not drafter.pause():
+            drafter.propose(100)
+            drafter.update([[1, 1, 4, 5]] * rows, 2)
+        told(drafter, 3 + number % 3)
+    drafter.come()
+    drafter.hosted, drafter.listens = True, False
+    assert state_of(drafter) != before
+    drafter.open(100)
+    assert state_of(drafter) == state_of(
+        NasdDrafter(config, [storage_of(config) for _ in range(rows)], torch.device("cpu"), BYTES)
+    )
+    shared = fastspec.Nasd(storage=fastspec.NgramStorage(4))
+    kept = drafter_of(1, text, shared)
+    kept.open(100)
+    assert kept.storages == [shared.storage]
 
 
 @pytest.mark.parametrize("captures", [True, False])

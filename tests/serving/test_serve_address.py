@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import fastspec
 from fastspec.errors import Unsupported
 from fastspec.programs.cli.app import app
-from fastspec.programs.serving.app import bound, run_server
+from fastspec.programs.serving.app import GONE, bound, run_server
 from fastspec.programs.serving.requests import Limits
 
 pytestmark = MARKS
@@ -48,6 +48,14 @@ def test_who_reads_that_it_serves_may_connect(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(address)
         run_server(cast(Any, Apart()), listener)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux has it")
+def test_connections_end_where_nothing_is_acknowledged() -> None:
+    with bound("127.0.0.1", 0) as listener:
+        listener.listen()
+        with socket.create_connection(listener.getsockname()), listener.accept()[0] as connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == GONE
 
 
 def test_a_body_of_megabytes_is_told_that_it_is_too_long() -> None:

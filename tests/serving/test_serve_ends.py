@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 from helpers.models import tiny_head
-from helpers.serve import MARKS, NAME, SECONDS, Served, post, served, talk
+from helpers.serve import MARKS, NAME, SECONDS, Served, post, raw, served, talk
 from helpers.training import END, small_target, small_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import fastspec
 from fastspec.generation.engine.engine import Engine
+from fastspec.programs.serving import app
 
 pytestmark = MARKS
 COMPLETIONS = "/v1/completions"
@@ -29,31 +30,40 @@ def body(count: int, **more: Any) -> bytes:
     return json.dumps({"model": NAME, "prompt": "w5", "max_tokens": count, "temperature": 0, **more}).encode()
 
 
+def begun(server: Served, path: str, sent: bytes) -> socket.socket:
+    """The connection on which a request was sent."""
+    host, port = server.url.removeprefix("http://").split(":")
+    client = socket.create_connection((host, int(port)), SECONDS)
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(sent)}\r\n\r\n"
+    )
+    client.sendall(head.encode() + sent)
+    return client
+
+
 def read_stream(server: Served, count: int, got: bytearray) -> None:
     """The bytes of a streamed answer, chunks as they are sent, until the connection is closed."""
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), SECONDS) as client:
-        sent = body(count, stream=True)
-        head = (
-            f"POST {COMPLETIONS} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: "
-            f"{len(sent)}\r\n\r\n"
-        )
-        client.sendall(head.encode() + sent)
+    with begun(server, COMPLETIONS, body(count, stream=True)) as client:
         while part := client.recv(4096):
             got += part
+
+
+def slowed(monkeypatch: Any, seconds: float) -> None:
+    """Let every round take so long at the least."""
+    step = Engine.step
+
+    def slow(self: Any, *rest: Any) -> Any:
+        time.sleep(seconds)
+        return step(self, *rest)
+
+    monkeypatch.setattr(Engine, "step", slow)
 
 
 @pytest.mark.parametrize("grace", [0, 1])
 def test_a_server_that_stops_gives_running_requests_their_time_and_no_more(grace, monkeypatch):
     """A short answer is given whole within it, one that is not done is told so, and a stream breaks off without its
     last event."""
-    step = Engine.step
-
-    def slow(self: Any, *rest: Any) -> Any:
-        time.sleep(0.05)
-        return step(self, *rest)
-
-    monkeypatch.setattr(Engine, "step", slow)
+    slowed(monkeypatch, 0.05)
     model = small_target(peak=0.15)
     model.generation_config.eos_token_id = None  # answers end by their limit alone
     with served(fastspec.patch(model), rows=4, max_length=480, assistant="autoregressive", grace=grace) as server:
@@ -145,3 +155,55 @@ def test_a_call_of_a_tool_is_given_as_such_whole_and_streamed():
         assert (
             client.chat.completions.create(**{**given, "messages": answered}).choices[0].finish_reason == "tool_calls"
         )
+
+
+@torch.no_grad()
+def test_a_stream_with_nothing_to_say_tells_that_it_lives(monkeypatch):
+    """A comment, in Anthropic's form a ping, while a call is held back and while a prompt waits for a row: clients skip
+    it, and all else is what it was. A whole answer has none."""
+    slowed(monkeypatch, 0.06)
+    model, tokenizer = caller()
+    given = {"model": NAME, "messages": talk("w5 w6"), "tools": [TOOL], "temperature": 0, "max_tokens": 20}
+    own = {"name": "weather", "input_schema": TOOL["function"]["parameters"]}
+    asked = {
+        "/v1/chat/completions": given,
+        "/v1/responses": {
+            "model": NAME,
+            "input": "w5 w6",
+            "temperature": 0,
+            "tools": [{**TOOL["function"], "type": "function"}],
+        },
+        "/v1/messages": {**given, "tools": [own]},
+    }
+    comment, ping = ": keep-alive", 'event: ping\ndata: {"type": "ping"}'
+    with served(model, rows=1, assistant="autoregressive", tokenizer=tokenizer) as server:
+
+        def events(path: str) -> list[str]:
+            return raw(server, path, {**asked[path], "stream": True}).removesuffix("\n\n").split("\n\n")
+
+        quiet = {path: events(path) for path in asked}
+        monkeypatch.setattr(app, "SILENCE", 0.01)
+        for path, before in quiet.items():
+            found, mark = events(path), ping if path == "/v1/messages" else comment
+            assert found.count(mark) > before.count(mark) == (path == "/v1/messages")
+            assert len([each for each in found if each != mark]) == len([each for each in before if each != mark])
+        status, whole = post(server, "/v1/chat/completions", json.dumps(given).encode())
+        assert status == 200 and whole["choices"][0]["finish_reason"] == "tool_calls"
+        client = server.client()
+        chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**given, stream=True)]
+        assert chunks[-1].finish_reason == "tool_calls" and len(chunks) == len(quiet["/v1/chat/completions"]) - 1
+        with client.responses.stream(**asked["/v1/responses"]) as stream:
+            assert [event.type for event in stream] == [
+                json.loads(each.split("data: ")[1])["type"] for each in quiet["/v1/responses"]
+            ]
+        with begun(server, COMPLETIONS, body(300, stream=True, logit_bias={str(END): -100})) as running:
+            server.wait(lambda: server.batch.running == 1)
+            waiting = begun(server, COMPLETIONS, body(3, stream=True))  # for the one row
+            got = bytearray()
+            while b": keep-alive" not in got:
+                got += waiting.recv(4096)
+            assert b"data: " not in got and server.batch.waiting == 1
+            waiting.close()
+            server.wait(lambda: server.batch.waiting == 0)
+            assert server.batch.running == 1 and running
+        server.wait(lambda: server.batch.running == 0)

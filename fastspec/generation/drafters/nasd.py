@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fastspec.config import Cursor, Nasd, Storage
 from fastspec.errors import FastSpecError, Unsupported
-from fastspec.generation.drafters.base import Decoding, Drafter, HostDrafter, Process
+from fastspec.generation.drafters.base import Decoding, Drafter, HostDrafter, Process, Traits
 from fastspec.generation.drafters.ngram_storage import NgramStorage, SuffixStorage
 from fastspec.generation.drafters.policy import COSTS, SMOLLM2_BYTES, MeasuredCosts
 from fastspec.generation.drafters.timed_drafts import IN_VAIN, MARGIN, RESTS, TimedDrafts
@@ -171,6 +171,7 @@ class NasdDrafter(HostDrafter):
     counted while the device is busy then (`work`), those of the shortest backlogs first.
     """
 
+    traits = Traits(reusable=True)
     observes_roots = True
 
     def __init__(
@@ -185,34 +186,43 @@ class NasdDrafter(HostDrafter):
     ) -> None:
         self.counter = counter
         cost = COSTS.get(device.type, COSTS["cuda"])
-        self.config, self.storages, self.device, self.vocabulary = config, storages, device, vocabulary
+        self.config, self.device, self.vocabulary = config, device, vocabulary
         self.nodes = cost.nodes if config.total_tokens is None else config.total_tokens
         self.max_path = min(config.gamma + 1, self.nodes)
         smaller = (1, 4, 8, 16, 32, 64, 128) if config.stop_if_unknown else ()
         sizes = [*(size for size in smaller if size < self.nodes), self.nodes]
         rows = len(storages)
-        self.costs = {size: cost.of(size * rows, weight_bytes, rows) + cost.node * rows * (size - 1) for size in sizes}
+        costs = {size: cost.of(size * rows, weight_bytes, rows) + cost.node * rows * (size - 1) for size in sizes}
         plain = cost.of(rows, weight_bytes) - (cost.host if cost.asynchronous else 0.0)
-        prices = {size: (whole + cost.wait) / plain - 1 for size, whole in self.costs.items()}
-        self.look = cost.look(weight_bytes, rows)
+        self.prices = {size: (whole + cost.wait) / plain - 1 for size, whole in costs.items()}
+        self.look, self.wait = cost.look(weight_bytes, rows), cost.look(weight_bytes)
         self.dear = config.stop_if_unknown and self.look >= LEAST_LOOK
         if self.dear:
-            self.costs = {size: self.costs[size] for size in spread(self.costs)}
-            self.costs[1] /= MARGIN
+            costs = {size: costs[size] for size in spread(costs)}
+            costs[1] /= MARGIN
         self.measured = None
-        if measured is not None and len(self.costs) > 1:
-            self.measured = measured.setdefault((rows, self.nodes), MeasuredCosts(self.costs))
-            self.costs = self.measured.costs()
-        self.rule = TimedDrafts(self.costs, prices, self.look, cost.look(weight_bytes), rows, config.gamma)
-        """Decides which rounds have drafts, where these are dear."""
-        self.began = 0.0
-        """Second in which the last tree was asked for."""
+        if measured is not None and len(costs) > 1:
+            self.measured = measured.setdefault((rows, self.nodes), MeasuredCosts(costs))
+        self.estimated, self.smallest = costs, min(sizes)
         self.least = cost.node * rows / plain
         """Chance of a draft for which the host takes as long as for what it promises."""
         quick = counter is not None and all(type(storage) is NgramStorage for storage in storages)
         self.quota = int(plain / (cost.count / QUICKER if quick else cost.count)) if cost.asynchronous else None
         """Tokens that are counted while a pass runs; None: all, at once."""
-        self.promised, self.delivered, self.hoped, self.size = 0.0, 0.0, 0.0, min(sizes)
+        self._begin_call(storages)
+
+    def open(self, capacity: int) -> None:
+        self._begin_call([storage_of(self.config) for _ in self.storages])
+
+    def _begin_call(self, storages: list[Storage]) -> None:
+        """Know nothing but the storages, and what was measured."""
+        self.storages, self.listens, self.hosted = storages, True, False
+        self.costs = self.estimated if self.measured is None else self.measured.costs()
+        self.rule = TimedDrafts(self.costs, self.prices, self.look, self.wait, len(storages), self.config.gamma)
+        """Decides which rounds have drafts, where these are dear."""
+        self.began = 0.0
+        """Second in which the last tree was asked for."""
+        self.promised, self.delivered, self.hoped, self.size = 0.0, 0.0, 0.0, self.smallest
         """Drafts promised and accepted so far, later ones with more weight; drafts and nodes of the last round."""
         self.growths: list[Growth] | None = None
         """The trees of the next round, where they were looked up."""
@@ -236,11 +246,11 @@ class NasdDrafter(HostDrafter):
             self._feed(storage, storage.start(), [(token, ()) for token in text])
 
     def begin(self, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
-        self.roots = root.tolist()
-        for row, (text, real) in enumerate(zip(ids.tolist(), counts.tolist(), strict=True)):
+        known = torch.stack((root.to(ids.device), counts.to(ids.device)), 1)  # layers may lie on several devices
+        for row, (first, real, *text) in enumerate(torch.cat((known, ids), 1).tolist()):
             self.rule.recurrence.begin(row)
-            self.fresh[row] = []
-            self._hear(row, [*text[:real], self.roots[row]])
+            self.roots[row], self.fresh[row] = first, []
+            self._hear(row, [*text[:real], first])
         self.begun = self.heard.copy()
         if self.ends_at_once:
             self.rule.begin_call()

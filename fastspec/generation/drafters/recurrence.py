@@ -7,6 +7,7 @@ bring before a round has any, and rounds without drafts need not wait for the ho
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from fastspec.config import Cursor, Storage
 
@@ -22,13 +23,40 @@ LEARNT = 16
 FRESH = 0.03
 """Weight of a further token in what drafts of a row are expected to bring over a longer time."""
 
+FIRST = tuple((BEFORE * chance + streak) / (BEFORE + streak) for chance in PRIOR for streak in range(STREAKS))
+"""Chances by kind of place before any was seen."""
+
+
+def expectations(chances: Sequence[float], most: int) -> tuple[list[float], list[float]]:
+    """Drafts that are accepted after a place, `most` at the most, and those after the token that comes next there, by
+    kind, from the chances that the likeliest token comes."""
+    last = STREAKS - 1
+    expected, following = [0.0] * len(chances), [0.0] * len(chances)
+    for length in reversed(range(LENGTHS)):
+        for streak in reversed(range(STREAKS)):
+            kind = length * STREAKS + streak
+            chance = chances[kind]
+            if length == LENGTHS - 1 and streak == last:
+                then = chance * (1 - chance**most) / (1 - chance) if chance < 1 else float(most)
+            else:
+                then = expected[min(length + 1, LENGTHS - 1) * STREAKS + min(streak + 1, last)]
+            following[kind] = chance * then
+            expected[kind] = min(float(most), chance * (1 + then))
+    return expected, following
+
+
+@lru_cache(32)
+def first_expectations(most: int) -> tuple[list[float], list[float]]:
+    """Those of the first chances, which every call begins with."""
+    return expectations(FIRST, most)
+
 
 class Recurrence:
     """Chances by kind of place, and the place of every row. `most` is the longest draft."""
 
     def __init__(self, rows: int, most: int) -> None:
         self.most = most
-        self.chances = [(BEFORE * chance + streak) / (BEFORE + streak) for chance in PRIOR for streak in range(STREAKS)]
+        self.chances = [*FIRST]
         self.seen = [TRUSTED] * len(self.chances)
         self.cursors: list[Cursor | None] = [None] * rows
         """Places of the rows after their last token; None where that is not known yet."""
@@ -38,8 +66,8 @@ class Recurrence:
         """Last tokens of each row that were foretold, and drafts that it is expected to accept over a longer time."""
         self.unlearnt = 0
         """Tokens since expectations were made."""
-        self.expected, self.following = self._expected()
-        """Drafts that are accepted after a place, and those after the token that comes next there, by kind."""
+        self.expected, self.following = first_expectations(most)
+        """Of these chances, which never change in place."""
 
     def begin(self, row: int) -> None:
         """A row has another text, at a place that is not known."""
@@ -71,7 +99,7 @@ class Recurrence:
             self.stand(row, storage, storage.step(self.cursors[row], token))
         self.unlearnt += len(tokens)
         if self.unlearnt >= LEARNT:
-            self.expected, self.following = self._expected()
+            self.expected, self.following = expectations(self.chances, self.most)
             self.unlearnt = 0
 
     def stand(self, row: int, storage: Storage, cursor: Cursor) -> None:
@@ -95,18 +123,3 @@ class Recurrence:
         gains = [self.gains[row] for row in rows]
         mean = sum(gains) / len(gains)
         return (len(gains) / sum([1 / (1 + each) for each in gains]) - 1) / mean if mean > 0 else 1.0
-
-    def _expected(self) -> tuple[list[float], list[float]]:
-        most, last = float(self.most), STREAKS - 1
-        expected, following = [0.0] * len(self.chances), [0.0] * len(self.chances)
-        for length in reversed(range(LENGTHS)):
-            for streak in reversed(range(STREAKS)):
-                kind = length * STREAKS + streak
-                chance = self.chances[kind]
-                if length == LENGTHS - 1 and streak == last:
-                    then = chance * (1 - chance**self.most) / (1 - chance) if chance < 1 else most
-                else:
-                    then = expected[min(length + 1, LENGTHS - 1) * STREAKS + min(streak + 1, last)]
-                following[kind] = chance * then
-                expected[kind] = min(most, chance * (1 + then))
-        return expected, following

@@ -172,8 +172,8 @@ class Rounds(Generic[TargetT]):
         )
 
     def _read(self, room: int | None) -> int:
-        """Read up to `room` tokens of one prompt, or of several -> how many; the batch hears of what fails."""
-        self.engine.interrupt()
+        """Read up to `room` tokens of one prompt, or of several -> how many; the batch hears of what fails. What the
+        drafter has not heard it hears while the device reads."""
         if self.joining is not None:
             return self._read_alone((self.joining.row, self.joining.prompt, self.joining.ids), room)
         batch = self.batch
@@ -225,6 +225,7 @@ class Rounds(Generic[TargetT]):
                 self.batch.give_away(joining.row)
             if count:
                 joining.read(count)
+            self.engine.interrupt()
             if not joining.left:
                 count += self._arrive(joining, first)
             return count
@@ -253,6 +254,7 @@ class Rounds(Generic[TargetT]):
                 self.batch.give_away(row)
             target, drafter = self.entry(len(taken))
             logits, features = target.prefill(ids, counts)
+            self.engine.interrupt()
         except Exception as error:
             return self._one_by_one([(each, None) for each in taken], error)
         firsts = [

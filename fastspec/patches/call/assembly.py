@@ -164,12 +164,17 @@ def _drafter(plan: Plan, rows: int, process: Process | None) -> Drafter | None:
     drafter = plan.decoding.drafter(rows=rows, capacity=plan.capacity, device=plan.device, ops=ops, process=process)
     drafter = adopt(drafter, may_draw=process is not None)
     if drafter is not None:
-        drafter.ends = plan.request.ends
+        _tell(plan, drafter)
+    return drafter
+
+
+def _tell(plan: Plan, drafter: Drafter) -> None:
+    """Let a drafter know of the call."""
+    drafter.ends = plan.request.ends
     if isinstance(drafter, HostDrafter):
         drafter.timed = plan.ops.exact and not plan.processing.sample and plan.ranks is None
         drafter.ends_at_once = plan.request.rows is None
         drafter.tries = plan.session.pinned is not None
-    return drafter
 
 
 def _opened(plan: Plan, target: HFModel, drafter: Drafter | None, rows: int) -> Drafter | None:
@@ -183,7 +188,7 @@ def _opened(plan: Plan, target: HFModel, drafter: Drafter | None, rows: int) -> 
             drafter.bind(target)
         return drafter
     drafter.open(plan.capacity)
-    drafter.ends = plan.request.ends
+    _tell(plan, drafter)
     return drafter
 
 

@@ -56,6 +56,11 @@ PAGE_HEADERS = {
 }
 HEADER = 1 << 16
 """Bytes of a request's line and headers at most."""
+SILENCE = 5.0
+"""Seconds between beats of a stream: one that has written nothing since the last beat writes a ping."""
+GONE = 60_000
+"""Milliseconds after which a connection ends whose client acknowledges nothing, as where its network is down: it would
+hold a row for a quarter of an hour."""
 log = logging.getLogger("fastspec.serve")
 FLAGS: dict[str, Check] = dict.fromkeys(("add_special_tokens", "add_generation_prompt", "return_token_strs"), TRUTH)
 OF_TEMPLATES = "messages", "tools", "chat_template_kwargs"
@@ -220,17 +225,24 @@ async def _answer(server: Server, route: Route, kind: type[Form], name: str, bod
 
 async def _stream(answers: ServedAnswers, form: Form) -> AsyncIterator[str]:
     """The lines of a streamed answer; an error ends them."""
-    first = _lines(form.begin())
+    first, silent = _lines(form.begin()), False
     if first:
         yield first
+    beating = asyncio.create_task(answers.beat(SILENCE))
     try:
         async for events in answers.events():
             lines = _lines([message for index, event in events for message in form.add(event, index)])
+            if not events:
+                lines, silent = form.ping if silent else "", True
+            elif lines:
+                silent = False
             if lines:
                 yield lines
     except Exception as error:
         yield _lines(form.failed(*_told(error)[:2]))
         return
+    finally:
+        beating.cancel()
     if form.done:
         yield "data: [DONE]\n\n"
 
@@ -280,6 +292,8 @@ def bound(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = found[0]
         made = socket.socket(family, kind, protocol)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; connections inherit it
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, GONE)
         made.bind(address)
     except OSError as error:
         raise Unsupported(

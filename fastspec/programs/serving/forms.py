@@ -25,6 +25,8 @@ class Form(ABC):
 
     done: ClassVar[bool] = True
     """True where a stream ends with `[DONE]`."""
+    ping: ClassVar[str] = ": keep-alive\n\n"
+    """Line of a stream that has nothing else to say: a comment, which clients skip."""
     asked: AnswerRequest
     model: str
     prompt_tokens: int = 0

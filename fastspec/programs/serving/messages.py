@@ -174,7 +174,7 @@ def _block_text(block: Any, place: str) -> str:
 class MessageForm(Form):
     """Form of `/v1/messages`: blocks, each opened, written and closed by events with its own index."""
 
-    done = False
+    done, ping = False, 'event: ping\ndata: {"type": "ping"}\n\n'
     content: list[JsonObject] = field(default_factory=list)
     inside: type[Event] | None = None
     """Kind of the text that the last block is still given."""

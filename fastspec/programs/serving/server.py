@@ -32,8 +32,8 @@ LONG = 16
 """Characters for each token of a row's room, above which a prompt's first ones are counted alone."""
 STALLED = 30.0
 """Seconds without the end of a turn of the rounds, while requests are there, from which on a server is unhealthy."""
-Posted = list[Event] | Callable[[], list[Event]] | BaseException
-"""Events of an answer, or what reads them, or its error."""
+Posted = list[Event] | Callable[[], list[Event]] | BaseException | None
+"""Events of an answer, or what reads them, or its error; None is a beat."""
 log = logging.getLogger("fastspec.serve")
 
 
@@ -202,14 +202,23 @@ class ServedAnswers:
         for sent in self.sent:
             sent.answer.cancel()
 
+    async def beat(self, seconds: float) -> None:
+        """Let `events` come without one every so many seconds, whatever else comes."""
+        while True:
+            await asyncio.sleep(seconds)
+            self.queue.put_nowait((0, None))
+
     async def events(self) -> AsyncIterator[list[tuple[int, Event]]]:
-        """The events of all answers, up to their ends. Raises what ended one of them, and cancels the others."""
+        """The events of all answers, up to their ends; none at a beat. Raises what ended one of them, and cancels the
+        others."""
         left = self.asked.count
         while left:
             parts: dict[int, list[Event]] = {}
             error: BaseException | None = None
+            beat = False
             for index, posted in await all_of(self.queue):
                 item = posted
+                beat = beat or posted is None
                 if callable(item) and error is None:
                     try:
                         item = item()
@@ -219,7 +228,7 @@ class ServedAnswers:
                     error = error or item
                 elif error is None and item and not callable(item):
                     parts.setdefault(index, []).extend(item)
-            if parts:
+            if parts or beat:
                 yield [(index, event) for index, events in parts.items() for event in merged(events)]
             if error is not None:
                 self.cancel()
