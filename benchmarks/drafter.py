@@ -19,7 +19,7 @@ from common import captured, free_memory, milliseconds, parser_of, place, write
 from full_size import SHAPES, config_of, head_config
 from torch import Tensor, nn
 
-from fastspec.config import TreeShape
+from fastspec.default_trees import TreeShape
 from fastspec.generation.drafters.head_drafter import EagleDrafter
 from fastspec.generation.heads.bound import BoundHead
 from fastspec.generation.heads.module import EagleHead

@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 import fastspec
-from fastspec.config import TreeShape
+from fastspec.default_trees import TreeShape
 from fastspec.generation.drafters.base import Drafter
 from fastspec.generation.drafters.head_drafter import EagleDrafter
 from fastspec.generation.target import Target

@@ -22,7 +22,7 @@ from typing import Any
 import typer
 from common import Row, read
 
-from fastspec.config import BATCH_TREES, CPP_TREE, DEFAULT_TREES, SAMPLED_DEPTHS, TreeShape
+from fastspec.default_trees import BATCH_TREES, CPP_TREE, DEFAULT_TREES, SAMPLED_DEPTHS, TreeShape
 from fastspec.programs.cli.app import app
 from fastspec.programs.cli.heads import FIELD_OF
 from fastspec.programs.training import TrainConfig

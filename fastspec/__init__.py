@@ -23,8 +23,8 @@ from fastspec.config import (
     Nasd,
     Speculative,
     Storage,
-    TreeShape,
 )
+from fastspec.default_trees import TreeShape
 from fastspec.distribution import warn_of_stranger
 from fastspec.errors import CheckpointError, FastSpecError, NoDistribution, PatchConflict, Unsupported
 from fastspec.removed import RemovedModules

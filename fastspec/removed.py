@@ -22,7 +22,6 @@ MODULES = {
     "fastspec.bulk": "it is fastspec.programs.bulk",
     "fastspec.chat": "it is fastspec.programs.chat",
     "fastspec.cli": "it is fastspec.programs.cli.app; `python -m fastspec` runs it",
-    "fastspec.default_trees": "it is in fastspec.config",
     "fastspec.demo": "it is fastspec.programs.demo",
     "fastspec.jsonl": "it is fastspec.programs.texts",
     "fastspec.serving": "it is fastspec.programs.serving",

@@ -12,7 +12,7 @@ from helpers.pages import FENCE, ROOT
 
 import fastspec
 from fastspec import errors
-from fastspec.config import BATCH_TREES, CPP_TREE, DEFAULT_TREES, SAMPLED_DEPTHS, TreeShape
+from fastspec.default_trees import BATCH_TREES, CPP_TREE, DEFAULT_TREES, SAMPLED_DEPTHS, TreeShape
 from fastspec.programs.chat.commands import COMMANDS
 
 CONFIGS = (

@@ -21,7 +21,7 @@ ALLOWED = {  # layer -> (heavy packages, modules of fastspec) that it may import
     "kernels": ({"torch", "triton"}, ("constants", "errors", "kernels")),
     "generation": (
         {"torch", "safetensors"},
-        ("config", "constants", "errors", "files", "generation", *REFERENCE),
+        ("config", "constants", "default_trees", "errors", "files", "generation", *REFERENCE),
     ),
     "cascade": (
         {"torch", "safetensors"},
@@ -32,6 +32,7 @@ ALLOWED = {  # layer -> (heavy packages, modules of fastspec) that it may import
         (
             "cascade",
             "config",
+            "default_trees",
             "devices",
             "distribution",
             "errors",
@@ -45,6 +46,7 @@ ALLOWED = {  # layer -> (heavy packages, modules of fastspec) that it may import
 }
 PUBLIC = (  # modules of the library that programs may import, or names of a module that they may import alone
     "config",
+    "default_trees",
     "devices",
     "distribution",
     "errors",

@@ -22,7 +22,7 @@ from helpers.sizes import AUTO, ORDER, force_sizes
 
 import fastspec
 from fastspec import Eagle1, Eagle2, Eagle3, Mtp
-from fastspec.config import BATCH_TREES, CPP_TREE, DEFAULT_TREES, MOST_NODES, MOST_STEPS, TREE_STEPS, sampled
+from fastspec.default_trees import BATCH_TREES, CPP_TREE, DEFAULT_TREES, MOST_NODES, MOST_STEPS, TREE_STEPS, sampled
 from fastspec.errors import Unsupported
 from fastspec.generation import sequence_state
 from fastspec.generation.capture import SPENT

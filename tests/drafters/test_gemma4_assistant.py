@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fastspec
 from fastspec import CheckpointError, Mtp, Unsupported
-from fastspec.config import TreeShape
+from fastspec.default_trees import TreeShape
 from fastspec.patches.assistants.gemma4_assistant import SharedCacheDecoding
 from fastspec.patches.backends import TORCH
 from fastspec.patches.hf.cache import CACHE

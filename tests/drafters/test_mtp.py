@@ -35,7 +35,7 @@ from typer.testing import CliRunner
 
 import fastspec
 from fastspec import CheckpointError, Unsupported
-from fastspec.config import TreeShape
+from fastspec.default_trees import TreeShape
 from fastspec.generation.drafters import head_drafter
 from fastspec.generation.drafters.head_drafter import EagleDrafter
 from fastspec.generation.drafters.tree_sizes import TreeSizes

@@ -17,7 +17,7 @@ from helpers.stored import halves
 from torch import nn
 
 import fastspec
-from fastspec.config import TreeShape
+from fastspec.default_trees import TreeShape
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.head_drafter import EagleDrafter
 from fastspec.generation.heads.bound import BoundHead, rounded

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastspec import files
-from fastspec.config import BATCH_TREES, TREE_STEPS, TreeShape
+from fastspec.default_trees import BATCH_TREES, TREE_STEPS, TreeShape
 from fastspec.generation.drafters.acceptance import SURE, SUREST, WIDTH, Acceptance, breadth
 from fastspec.generation.drafters.tree_sizes import (
     BETTER,

@@ -13,7 +13,7 @@ from helpers.mtp import KINDS, loaded
 from helpers.training import settings, small_target, small_texts
 
 import fastspec
-from fastspec.config import TreeShape
+from fastspec.default_trees import TreeShape
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.head_drafter import EagleDrafter
 from fastspec.patches.assistants.mtp import load_mtp, new_mtp, saved_mtp

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fastspec.config import TreeShape
+from fastspec.default_trees import TreeShape
 
 USUAL, PRIOR = 0.6, 4.0
 """Chance that a chain's first draft is accepted, before any was seen, and the rounds that it counts as."""

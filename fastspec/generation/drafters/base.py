@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fastspec.config import TreeShape
+from fastspec.default_trees import TreeShape
 from fastspec.errors import Unsupported
 from fastspec.generation.ops import Ops
 from fastspec.generation.stats import unmarked

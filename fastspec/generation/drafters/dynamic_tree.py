@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastspec.config import TreeShape, for_rows, sampled
+from fastspec.default_trees import TreeShape, for_rows, sampled
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Decoding
 from fastspec.generation.ops import Ops

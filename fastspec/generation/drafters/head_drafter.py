@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fastspec.config import Ranks, TreeShape, part_of
+from fastspec.config import Ranks, part_of
+from fastspec.default_trees import TreeShape
 from fastspec.generation.capture import CapturedByShape, padded_width
 from fastspec.generation.decoder_layer import FULL_LAYOUT, LayoutKey, Nodes, Rotary
 from fastspec.generation.drafters.base import Drafter, Place, Process, RootsOnly, Traits

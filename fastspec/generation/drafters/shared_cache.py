@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fastspec.config import TreeShape
+from fastspec.default_trees import TreeShape
 from fastspec.generation.decoder_layer import LayerParts, LayoutKey, Linear, Nodes, Norm, Rotary, one_by_one
 from fastspec.generation.drafters.base import Drafter, Place, RootsOnly, Traits
 from fastspec.generation.drafters.dynamic_tree import Expand, TreeGrowth, refuse_wide

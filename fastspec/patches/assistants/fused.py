@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fastspec.config import TreeShape
+from fastspec.default_trees import TreeShape
 from fastspec.devices import made_current
 from fastspec.errors import Unsupported
 from fastspec.generation.decoder_layer import is_plain

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from fastspec import files
-from fastspec.config import TreeShape
+from fastspec.default_trees import TreeShape
 from fastspec.errors import CheckpointError, Unsupported
 from fastspec.generation.drafters.head_drafter import EagleDrafter
 from fastspec.generation.heads.bound import BoundHead, TargetParts, bind, check_range

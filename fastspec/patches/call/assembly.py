@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fastspec import files
-from fastspec.config import TreeShape
+from fastspec.default_trees import TreeShape
 from fastspec.errors import Unsupported
 from fastspec.generation.capture import SPENT
 from fastspec.generation.drafters.base import Drafter, HostDrafter, Process, adopt

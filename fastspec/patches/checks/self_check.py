@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fastspec import files
-from fastspec.config import TreeShape
+from fastspec.default_trees import TreeShape
 from fastspec.devices import MEASURED, device_name
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.drafters.head_drafter import EagleDrafter

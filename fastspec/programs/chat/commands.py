@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 import fastspec
-from fastspec.config import CPP_TREE, STORAGES
+from fastspec.config import STORAGES
+from fastspec.default_trees import CPP_TREE
 from fastspec.errors import FastSpecError, Unsupported, accepted, meant
 from fastspec.files import parse_json
 from fastspec.programs.chat import settings
