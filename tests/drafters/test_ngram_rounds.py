@@ -17,12 +17,12 @@ from helpers.generate import bigram, same, stats
 from helpers.models import tiny_model
 
 import fastspec
-from fastspec.generation.drafters import nasd, policy, timed_drafts
+from fastspec.generation.drafters import nasd, ngram_rounds, policy
 from fastspec.generation.drafters.base import Place
 from fastspec.generation.drafters.nasd import NasdDecoding, NasdDrafter, grow, spread, storage_of
+from fastspec.generation.drafters.ngram_rounds import TimedDrafts
 from fastspec.generation.drafters.policy import COSTS, SMOLLM2_BYTES, MeasuredCosts
 from fastspec.generation.drafters.recurrence import STREAKS
-from fastspec.generation.drafters.timed_drafts import TimedDrafts
 from fastspec.generation.engine import batching, engine
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.engine.round_program import RoundProgram
@@ -84,7 +84,7 @@ def test_where_nothing_repeats_no_tree_is_proposed_and_nothing_looked_up(dear, m
         assert rests > 0
         rests -= 1
         told(drafter, token)
-    assert waits == 1 and looks <= min(rows, timed_drafts.WATCHED) * 256
+    assert waits == 1 and looks <= min(rows, ngram_rounds.WATCHED) * 256
 
 
 def test_a_text_that_repeats_itself_is_drafted_soon(dear):
@@ -106,7 +106,7 @@ def test_rows_that_go_on_last_are_drafted_for_whichever_they_are(dear, rows):
     drafter, text, going = drafter_of(rows, [5, 6, 7, 8, 9] * 12), cycle([5, 6, 7, 8, 9]), [0] * (rows - 1) + [1]
     drafter.ends_at_once, drafter.active = True, [*map(bool, going)]
     drafter.rule.begin_call()
-    drafter.rule.left = timed_drafts.SAVED
+    drafter.rule.left = ngram_rounds.SAVED
     rests = 0
     for _ in range(60):
         rests = rests + (rests == 1 and drafter.rests_on()) if rests else drafter.pause()
@@ -146,7 +146,7 @@ def test_a_call_drafts_where_all_of_its_last_rows_go_on_as_before(dear, ends_at_
     drafter.size, left = 4, rule.left
     saved = 1 if ends_at_once else 2 * rule.recurrence.counted_share([0, 1])
     drafter.update([[1, 3, 7, 8, 9, 5], [1, 1, 7, 8, 0, 0]], 4)
-    assert rule.left == pytest.approx(min(timed_drafts.SAVED, left + saved - rule.prices[4]))
+    assert rule.left == pytest.approx(min(ngram_rounds.SAVED, left + saved - rule.prices[4]))
     rule.recurrence.guesses[1] = None  # nothing is known of what this row goes on with
     assert (rule.pays(drafter.counting) <= 1) == ends_at_once
 
@@ -188,7 +188,7 @@ def test_prompts_are_counted_while_passes_run_and_nothing_is_drafted_before(dear
     assert drafter.quota is not None and backlog(drafter) == 8 * len(text)
     assert not any(len(storage.edges) for storage in drafter.storages)
     rests, left = drafter.pause(), backlog(drafter)
-    assert rests == timed_drafts.RESTS and left // drafter.quota > 8
+    assert rests == ngram_rounds.RESTS and left // drafter.quota > 8
     for token in range(6, 6 + rests):
         told(drafter, token)
         assert left - drafter.quota == backlog(drafter) - 8  # as many as a pass lets the host
@@ -302,7 +302,7 @@ def test_a_drafter_that_is_opened_again_is_as_a_new_one(dear, rows):
 def test_a_storage_that_is_kept_has_counted_all_of_a_call(dear, monkeypatch, captures):
     if captures:
         stand_in(monkeypatch)
-    monkeypatch.setattr(timed_drafts, "LENT", timed_drafts.OWED)  # the smallest models' drafts are dear
+    monkeypatch.setattr(ngram_rounds, "LENT", ngram_rounds.OWED)  # the smallest models' drafts are dear
     model, ids = fastspec.patch(bigram()), torch.arange(3, 40)[None]
     storage, expected = fastspec.NgramStorage(4), fastspec.NgramStorage(4)
     out = model.generate(
@@ -467,7 +467,7 @@ def test_rounds_that_something_held_up_are_timed_again(dear, monkeypatch, stalls
     monkeypatch.setattr(policy, "time", host)
     drafter = drafter_of(8, [*range(3, 11)] * 8)
     drafter.timed = True
-    slowdown(drafter, host, (4, 6, 5), times * timed_drafts.STALE, stalls)
+    slowdown(drafter, host, (4, 6, 5), times * ngram_rounds.STALE, stalls)
     assert slowdown(drafter, host, (4, 6, 5), 200) < 0.6
 
 
@@ -534,16 +534,16 @@ def test_what_a_capture_takes_is_no_time_of_a_round(dear, monkeypatch):
     drafter.timed = True
     drafted(drafter, host, [[*range(3, 20)]])
     spent = len(drafter.rule.times.spent[1])
-    monkeypatch.setattr(timed_drafts.SPENT, "captures", timed_drafts.SPENT.captures + 1.0)
+    monkeypatch.setattr(ngram_rounds.SPENT, "captures", ngram_rounds.SPENT.captures + 1.0)
     told(drafter, 30)
-    assert len(drafter.rule.times.spent[1]) == spent < timed_drafts.SEEN + 10
+    assert len(drafter.rule.times.spent[1]) == spent < ngram_rounds.SEEN + 10
     told(drafter, 31)
     assert max(drafter.rule.times.spent[1]) < 1.6
 
 
 def test_an_open_batch_that_does_not_draft_has_the_rounds_of_plain_decoding_in_flight(dear, monkeypatch):
     stand_in(monkeypatch)
-    monkeypatch.setattr(timed_drafts.TimedDrafts, "pays", lambda self, going, following=False: 0.0)
+    monkeypatch.setattr(ngram_rounds.TimedDrafts, "pays", lambda self, going, following=False: 0.0)
     launched, launch = [], WholeGraph.launch
     monkeypatch.setattr(WholeGraph, "launch", lambda *given: (launched.append(True), launch(*given))[1])
     plain, model = tiny_model(seed=3), fastspec.patch(tiny_model(seed=3))
@@ -573,7 +573,7 @@ def test_parts_of_a_prompt_that_are_read_between_rounds_are_no_time_of_theirs(de
     host, prefill = Host(), HFModel.prefill
     monkeypatch.setattr(policy, "time", host)
     monkeypatch.setattr(policy, "LAST_TIMES", 1000)
-    monkeypatch.setattr(timed_drafts.TimedDrafts, "pays", lambda self, going, following=False: 0.0)
+    monkeypatch.setattr(ngram_rounds.TimedDrafts, "pays", lambda self, going, following=False: 0.0)
 
     def slow(*given: Any) -> Any:
         host.seconds += 9.0
@@ -629,7 +629,7 @@ def test_rounds_that_are_heard_of_behind_the_next_launch_take_as_long_as_they_di
     monkeypatch.setattr(policy, "time", host)
     monkeypatch.setattr(PatchSession, "ops", lambda *given: replace(ops(*given), exact=True))
     monkeypatch.setattr(NasdDecoding, "drafter", lambda *one, **more: made.append(drafter(*one, **more)) or made[-1])
-    monkeypatch.setattr(timed_drafts.TimedDrafts, "pays", lambda self, going, following=False: 99.0 * following)
+    monkeypatch.setattr(ngram_rounds.TimedDrafts, "pays", lambda self, going, following=False: 99.0 * following)
     for name, before in (("open", True), ("meanwhile", False)):
         former = getattr(RoundProgram, name)
 
@@ -669,7 +669,7 @@ def test_a_rest_that_the_host_had_a_part_in_is_timed_as_such(dear, monkeypatch):
 
 def test_a_rest_is_heard_of_at_its_end_where_the_host_chooses_tokens_of_many_rows(dear):
     """Else the host's work for n-grams would hold up the device after every round."""
-    for rows, hosted, expected in ((8, True, timed_drafts.LONGEST), (3, True, 8), (1, True, 1), (8, False, 1)):
+    for rows, hosted, expected in ((8, True, ngram_rounds.LONGEST), (3, True, 8), (1, True, 1), (8, False, 1)):
         drafter = drafter_of(rows, [1, 2, 3])
         drafter.hosted = hosted
         drafter.pause()
@@ -728,9 +728,9 @@ def test_rounds_that_were_heard_of_together_have_one_time(dear, monkeypatch):
     host.seconds += 0.018
     rule.ran(1, True, rounds=12)
     assert [*rule.times.spent[~1]] == [pytest.approx(1.5)] and rule.idle == 13
-    assert rule.left == pytest.approx(left + 13 * timed_drafts.SHARE[0])
+    assert rule.left == pytest.approx(left + 13 * ngram_rounds.SHARE[0])
     rule.times.spent[8] = policy.deque([9.0])
-    rule.ran(1, True, rounds=2 * timed_drafts.STALE)
+    rule.ran(1, True, rounds=2 * ngram_rounds.STALE)
     assert 8 not in rule.times.spent
 
 
@@ -746,7 +746,7 @@ def test_a_call_makes_no_drafts_that_it_could_not_pay_for(dear):
             told(drafter, token)
             drafter.rests_on()
         assert (rule.pays(drafter.counting) > 1) != ends_at_once
-        rule.left = timed_drafts.SAVED
+        rule.left = ngram_rounds.SAVED
         assert rule.pays(drafter.counting) > 1
 
 
@@ -765,7 +765,7 @@ def test_one_row_may_try_a_round_with_drafts_whatever_it_costs(dear, weight_byte
 def test_tokens_are_counted_while_rounds_without_drafts_run(dear, monkeypatch, hosted):
     """Of plain decoding's own rounds, whether the host has a part in their tokens or not."""
     stand_in(monkeypatch)
-    monkeypatch.setattr(timed_drafts.TimedDrafts, "pays", lambda self, going, following=False: 0.0)
+    monkeypatch.setattr(ngram_rounds.TimedDrafts, "pays", lambda self, going, following=False: 0.0)
     worked, work = [], NasdDrafter.work
     monkeypatch.setattr(NasdDrafter, "work", lambda self, **more: (worked.append(1), work(self, **more))[1])
     plain, model = tiny_model(seed=3), fastspec.patch(tiny_model(seed=3))
@@ -792,7 +792,7 @@ def test_what_is_heard_of_a_calls_first_rounds_does_not_hold_up_the_next(dear, m
             monkeypatch.setattr(owner, name, told)
     model, ids = fastspec.patch(tiny_model(seed=3)), torch.tensor([[5, 6, 7, 8] * 4])
     with monkeypatch.context() as never:
-        never.setattr(timed_drafts.TimedDrafts, "pays", lambda self, going, following=False: 0.0)
+        never.setattr(ngram_rounds.TimedDrafts, "pays", lambda self, going, following=False: 0.0)
         options = {"assistant": "nasd", "max_new_tokens": 30, "do_sample": False, "eos_token_id": NEVER}
         model.generate(ids, attention_mask=torch.ones_like(ids), **options)
     first = " ".join(done).split("_step")[: batching.ASYNCHRONOUS_AFTER]

@@ -16,7 +16,7 @@ from torch import Tensor
 import fastspec
 from fastspec.generation.constraint import Masks
 from fastspec.generation.drafters import nasd
-from fastspec.generation.drafters.timed_drafts import TimedDrafts
+from fastspec.generation.drafters.ngram_rounds import TimedDrafts
 from fastspec.generation.engine.schedule import FedGraph, Schedule, SplitGraph
 
 pytest.importorskip("llguidance")

@@ -12,7 +12,7 @@ from helpers.open import GREEDY, alone, made, texts, told
 
 import fastspec
 from fastspec.generation.drafters import nasd
-from fastspec.generation.drafters.timed_drafts import RESTS, SEEN, TimedDrafts
+from fastspec.generation.drafters.ngram_rounds import RESTS, SEEN, TimedDrafts
 
 PLACES = ["captured", pytest.param("cuda", marks=ON_CUDA)]
 

@@ -17,7 +17,7 @@ from helpers.sizes import force_sizes
 import fastspec
 from fastspec.errors import Unsupported
 from fastspec.generation import capture
-from fastspec.generation.drafters import nasd, timed_drafts
+from fastspec.generation.drafters import nasd, ngram_rounds
 from fastspec.generation.engine.rounds import groups
 from fastspec.generation.target import WIDE, prompt_parts
 from fastspec.patches.call import assembly
@@ -100,7 +100,7 @@ def test_trees_of_n_grams_are_captured(monkeypatch, rows):
     """Those of rows that are copies draft all that there is."""
     stand_in(monkeypatch)
     monkeypatch.setitem(nasd.COSTS, "cpu", nasd.COSTS["cuda"])
-    monkeypatch.setattr(timed_drafts, "GRANTED", (timed_drafts.SAVED,) * 2)  # the smallest models' drafts are dear
+    monkeypatch.setattr(ngram_rounds, "GRANTED", (ngram_rounds.SAVED,) * 2)  # the smallest models' drafts are dear
     made = what_no_graph_served(monkeypatch)
     model = fastspec.patch(bigram())
     fastspec.warmup(model, rows=(rows,), length=150, assistants=["nasd"])

@@ -24,9 +24,9 @@ from torch import Tensor
 from fastspec.config import Cursor, Nasd, Storage
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.drafters.base import Decoding, Drafter, HostDrafter, Process, Traits
+from fastspec.generation.drafters.ngram_rounds import IN_VAIN, MARGIN, RESTS, TimedDrafts
 from fastspec.generation.drafters.ngram_storage import NgramStorage, SuffixStorage
 from fastspec.generation.drafters.policy import COSTS, SMOLLM2_BYTES, MeasuredCosts
-from fastspec.generation.drafters.timed_drafts import IN_VAIN, MARGIN, RESTS, TimedDrafts
 from fastspec.generation.ops import Ops
 from fastspec.generation.tree import TokenTree, Verdict
 

@@ -12,9 +12,6 @@ import torch
 from torch import nn
 
 from fastspec.cascade.config import Cascade
-<<<<<<< HEAD
-from fastspec.config import CPP_TREE, Autoregressive, ContinuousBatch, Eagle1, Eagle2, Eagle3, Mtp, Nasd, Speculative
-=======
 from fastspec.config import (
     Autoregressive,
     ContinuousBatch,
@@ -26,7 +23,6 @@ from fastspec.config import (
     Speculative,
 )
 from fastspec.default_trees import CPP_TREE
->>>>>>> parent of 39ca0329 (Put default trees beside the configs that take them)
 from fastspec.errors import CheckpointError, Unsupported, accepted
 from fastspec.generation.drafters.base import Decoding, adopt_decoding, check_taps
 from fastspec.generation.drafters.dynamic_tree import DynamicDecoding, SizedDecoding, trees_of
