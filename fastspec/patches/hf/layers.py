@@ -325,9 +325,9 @@ def product_of(modules: Sequence[Any], ops: Ops, *, parts: bool = False) -> Prod
             cut = stored_share(modules[0], layers[0].weight)
             assert cut is not None  # else it would not be read
             return cut.run(ops, parts=parts)
-        inner = stored_layers((base_of(modules[0]),))
-        if len(modules) == 1 and inner is not None:
-            return AdaptedLinear(modules[0], StoredLinears(ops, inner))
+        base = base_of(modules[0])
+        if len(modules) == 1 and stored_layers((base,)) is not None:
+            return AdaptedLinear(modules[0], product_of((base,), ops))
     if len(modules) == 1:
         return modules[0]
     each = [product_of((module,), ops) for module in modules]

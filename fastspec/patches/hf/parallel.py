@@ -322,7 +322,7 @@ def stored_share(module: Any, weight: StoredWeight) -> Share | None:
         if by_outputs
         else (module.in_features, (weight.shape[1], weight.block[1]))
     )
-    whole = own * group.size() == wide and (own % block == 0 or block >= own)
+    whole = own * group.size() == wide and (own % block == 0 or block >= wide)
     bias = None if module.bias is None else local_part(module.bias)
     return Share(weight, bias, style, group, wide) if whole else None
 

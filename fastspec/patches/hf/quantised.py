@@ -340,9 +340,10 @@ class StoredHalf(StoredLinear):
 
 
 def stored_halves(module: Any) -> tuple[StoredHalf, StoredHalf] | None:
-    """Halves of a layer's outputs, gates and what they open, or None where it is not read, or they share a scale."""
+    """Halves of a layer's outputs, gates and what they open, or None where it is not read, or cut over processes, or
+    they share a scale."""
     found = read(module)
-    if not isinstance(found, StoredWeight):
+    if not isinstance(found, StoredWeight) or parallel_style(module) is not None:
         return None
     half = found.shape[0] // 2
     divided = found.shape[0] == 2 * half and found.lines(0, half) and found.lines(half, half)

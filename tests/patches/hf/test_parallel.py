@@ -74,7 +74,7 @@ MIXTURES = ("qwen2_moe", "glm4_moe", "gemma4_experts")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the models."""
     made = tmp_path_factory.mktemp("ranks")
-    for kind in {*FAMILIES, "qwen2_moe", "glm4_moe"}:
+    for kind in {*FAMILIES, "qwen2_moe", "glm4_moe", "phi3"}:
         tiny_model(kind, **SMALL).save_pretrained(made / kind)
     tiny_model("gemma4_text", **SMALL, **GEMMA4_EXPERTS).save_pretrained(made / "gemma4_experts")
     tiny_model("llama", **SMALL | {"num_hidden_layers": 1}).save_pretrained(made / "one layer")
@@ -109,7 +109,7 @@ def test_prompts_with_images_give_the_same_tokens(rank_pools: RankPools, folder:
     rank_pools.compare(seen, folder)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt_oss", "gemma4_text"])
+@pytest.mark.parametrize("kind", ["llama", "gpt_oss", "gemma4_text", "phi3"])
 def test_shares_of_quantised_weights_are_multiplied_as_stored(rank_pools: RankPools, folder: Path, kind: str) -> None:
     """Attention of gpt-oss has biases, also where it is cut by inputs."""
     *_, held = rank_pools.compare(stored, folder, kind)

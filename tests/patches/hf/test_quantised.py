@@ -34,6 +34,7 @@ from fastspec.patches import session
 from fastspec.patches.backends import TORCH
 from fastspec.patches.hf.compat import dtype_of
 from fastspec.patches.hf.exact import refuse_parts
+from fastspec.patches.hf.layers import product_of
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import adapter_for
 from fastspec.patches.hf.quantised import UNPACKED, read
@@ -359,6 +360,41 @@ class LoraLinear(nn.Module):
 
 
 LoraLinear.__module__ = "peft.tuners.lora.layer"
+
+
+def cut_by_inputs(layer: nn.Module, size: int) -> Any:
+    """The layer as one of two processes has it whose inputs transformers has cut, in blocks of a size."""
+    style, group = type("RowwiseParallel", (), {"input_layouts": None})(), SimpleNamespace(size=lambda: 2)
+    mesh = SimpleNamespace(get_group=lambda: group)
+
+    def install(self: Any, mesh: Any) -> Any:
+        def tp_forward(x: Tensor) -> Any:
+            return self, mesh
+
+        return tp_forward
+
+    made: Any = by_blocks(layer, size)
+    made.in_features, made.forward = 2 * layer.in_features, install(style, mesh)
+    return made
+
+
+def test_an_adapter_on_a_share_sums_over_the_processes():
+    torch.manual_seed(0)
+    made, x = cut_by_inputs(nn.Linear(32, 24, bias=False), 16), torch.randn(3, 32)
+    weight = read(made)
+    assert isinstance(weight, StoredWeight)
+    ops = replace(TORCH, all_reduce=lambda part, group: part * 2)  # the other process has the same
+    adapter = LoraLinear(made)
+    adapter.inner = nn.Linear(32, 24, bias=False)
+    wanted = 2 * nn.functional.linear(x, dequantised(weight, torch.float32)) + adapter.inner(x)
+    assert torch.equal(product_of((adapter,), ops)(x), wanted)
+
+
+@pytest.mark.parametrize(("size", "why"), [(8, None), (48, None), (20, "divide"), (32, "divide")])
+def test_a_share_of_whole_blocks_or_of_one_is_read(size: int, why: str | None):
+    """24 of 48 inputs: of blocks of 32 the second share begins within the first block."""
+    found = read(cut_by_inputs(nn.Linear(24, 16), size))
+    assert isinstance(found, StoredWeight) if why is None else found == "the processes do not divide its blocks"
 
 
 def adapted(model: Any) -> Any:
