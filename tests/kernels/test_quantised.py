@@ -28,6 +28,7 @@ LAYOUTS = {  # name -> (writer, what depths are multiples of)
     "packed, 8 bits by lines": (partial(packed, 8, None), 1),
     "packed, 8 bits by groups, zero points": (partial(packed, 8, 64, zeros=True), 64),
     "packed, 4 bits by lines": (partial(packed, 4, None), 1),
+    "packed, 4 bits by lines, zero points": (partial(packed, 4, None, zeros=True), 1),
     "packed, 4 bits by groups of 32": (partial(packed, 4, 32), 32),
     "packed, 4 bits by groups of 128, zero points": (partial(packed, 4, 128, zeros=True), 128),
     "packed, 4 bits by groups of 48": (partial(packed, 4, 48), 48),

@@ -12,7 +12,7 @@ from helpers.kernels_linear import product
 from helpers.stored import float8, packed, rows8, table4
 
 from fastspec.kernels.linear.reference import GELU_TANH, SILU, opened
-from fastspec.kernels.quantised import reference, row
+from fastspec.kernels.quantised import hopper, reference, row
 from fastspec.kernels.quantised.reference import StoredWeight
 
 
@@ -95,3 +95,23 @@ def test_weights_that_it_does_not_take():
     assert row.launched([table], False) is not None
     for weights in ([few], [odd], [wide], [large], [table, table4(16, 2048, torch.bfloat16)[0]]):
         assert row.launched(weights, False) is None
+
+
+def test_weights_that_differ_are_not_multiplied_together():
+    """In what a program is compiled for: scales' dtype, bytes from line to line and, of a gate, lines of a scale."""
+    one, other = (packed(4, 128, 32, 2048, torch.bfloat16)[0] for _ in range(2))
+    wide = torch.zeros(32, 1040, dtype=torch.uint8)
+    apart = replace(other, codes=wide[:, :1024])
+    tall, taller = (float8((lines, 128), 32, 2048, torch.bfloat16)[0] for lines in (1, 16))
+    assert row.launched([one, other], False) is not None and row.launched([tall, taller], False) is not None
+    for weights in ([one, replace(other, scales=other.scales.half())], [one, apart]):
+        assert row.launched(weights, False) is None
+    assert row.launched([tall, taller], True) is None
+
+
+def test_zero_points_of_lines_are_not_read(monkeypatch):
+    """Both kernels of Hopper read those of groups."""
+    monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
+    x = torch.zeros(1, 2048).bfloat16()
+    lines, groups = (packed(4, group, 32, 2048, torch.bfloat16, zeros=True)[0] for group in (None, 128))
+    assert hopper.takes(x, groups) and not hopper.takes(x, lines)

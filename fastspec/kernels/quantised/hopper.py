@@ -618,10 +618,11 @@ def parts_of(weight: StoredWeight) -> int:
 def takes(x: Tensor, weight: StoredWeight) -> bool:
     """True where this kernel multiplies x [R, K] by a weight, which follows from the weight, the dtype and the device
     alone: on Hopper, in 16 bits, codes that `pair_assembly` knows, whose groups are whole steps, lines (not with nested
-    scales), or 64 or 32 channels, in their order, with zero points of 4 bits in words, aligned to 16 bytes."""
+    scales or zero points), or 64 or 32 channels, in their order, with zero points of 4 bits in words, aligned to 16
+    bytes."""
     depth, group, codes, bits = weight.depth, min(weight.block[1], weight.depth), weight.codes, weight.kind.bits
     words = weight.zeros is None or (bits == 4 and weight.zeros.dtype == torch.int32)
-    whole = weight.nested is not None and group == depth
+    whole = group == depth and (weight.nested is not None or weight.zeros is not None)
     if not words or whole or weight.groups is not None or x.element_size() != 2 or not is_hopper(x.device):
         return False
     aligned = (codes.data_ptr() | codes.stride(0)) % 16 == 0 and depth % 8 == 0

@@ -397,7 +397,8 @@ def launched(
     nested = () if one.nested is None else (one.nested.table, one.nested.factors, one.nested.offset)
     known = all(each.dtype == torch.float32 for each in nested) if nested else one.scales.dtype in SCALES
     aligned = all(weight.shape[0] % 16 == 0 and weight.scales.data_ptr() % 16 == 0 for weight in weights)
-    if not known or not aligned or (one.nested is not None and one.nested.block % 4):
+    alike = {(weight.scales.dtype, weight.codes.stride(0), weight.block[0] * gated) for weight in weights}
+    if not known or not aligned or len(alike) > 1 or (one.nested is not None and one.nested.block % 4):
         return None
     if not gated and one.kind.table and sum(weight.shape[0] for weight in weights) > AT_ONCE:
         return None
