@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", default=SMOLLM2)
     parser.add_argument("--head", nargs="+", default=[SMOLLM2], help="of `eagle3` or `mtp`, a row each")
     parser.add_argument("--head-bits", nargs="+", type=int, default=[16], help="of it: 16, 8 or both, a row each")
-    parser.add_argument("--draft-vocab", nargs="+", type=int, help="tokens that `mtp` drafts, a row each; else all")
+    parser.add_argument("--draft-vocab", nargs="+", type=int, help="tokens that `mtp` drafts, a row each")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--eagle-head", help="of `eagle` and `eagle2`; else random weights, mostly wrong drafts")
     parser.add_argument("--prompts", nargs="+", required=True, type=Path, help="jsonl files")

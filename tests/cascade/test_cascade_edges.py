@@ -247,6 +247,21 @@ def test_a_patch_that_fails_leaves_the_stages_alone_and_one_that_ends_ends_whole
     assert session_of(small) is None and session_of(large) is None and small.generate == "someone else's"
 
 
+@pytest.mark.parametrize(
+    "asked", [{"stored": True}, {"exact": False}, {"head_bits": 16}, {"backend": "torch"}], ids=str
+)
+def test_a_patched_stage_has_the_settings_that_are_asked_for(asked: Any) -> None:
+    for held in ({}, asked):
+        small, large = stages(2)
+        fastspec.patch(small, **held)
+        model = cascaded([small, large], stages=[fastspec.Stage(small, name="medium", resources=asked)])
+        if held:
+            model.generate(**prompts(5), **GREEDY, assistant="cascade")
+        else:
+            with pytest.raises(Unsupported, match=f"patched already, without the {min(asked)} of its resources"):
+                model.generate(**prompts(5), **GREEDY, assistant="cascade")
+
+
 def test_assistants_and_resources_are_checked_before_a_request_needs_them() -> None:
     small, large = stages(2)
     with pytest.raises(Unsupported, match="unknown assistant 'nsad'"):

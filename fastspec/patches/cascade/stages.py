@@ -244,7 +244,11 @@ class StageModel:
             self.patching.patch(self.held, **self.stage.resources)
             self.patched = True
             return
-        missing = sorted(set(self.stage.resources) - {*SETTINGS, *session.resources})
+        held = session.resources | {name: getattr(session, name) for name in SETTINGS}
+        asked = self.stage.resources.items()
+        missing = sorted(
+            name for name, value in asked if name not in held or (name in SETTINGS and held[name] != value)
+        )
         if missing:
             raise Unsupported(
                 f"the cascade's stage {self.label!r} is patched already, without the {', '.join(missing)} of its "
