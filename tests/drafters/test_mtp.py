@@ -418,6 +418,22 @@ def test_files_that_are_there_are_read_without_a_network(
     assert mtp.inspect_mtp("org/tiny") is not None and not asked
 
 
+def test_files_that_are_fetched_are_of_the_index_that_names_them(
+    hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the hub's main revision is by then."""
+    model, _ = loaded("qwen3_5_text", tmp_path / "whole")
+    with fastspec.patched(model, mtp=True):
+        model.save_pretrained(tmp_path / "cut", max_shard_size="50KB")
+    for file in (tmp_path / "cut").glob("*.safetensors"):
+        file.unlink()
+    asked: list[str | None] = []
+    monkeypatch.setattr(mtp, "cached_file", lambda *given, revision, **_: asked.append(revision))
+    with pytest.raises(CheckpointError, match="which its index names"):
+        load_mtp(hub(tmp_path / "cut", "a" * 40, "main"), model)
+    assert asked == ["a" * 40]
+
+
 def test_of_one_revision_alone_and_in_several_files(hub: Any, tmp_path: Path) -> None:
     """Also where what was fetched is no main revision."""
     model, _ = loaded("qwen3_5_text", tmp_path / "whole")

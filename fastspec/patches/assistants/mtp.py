@@ -335,8 +335,9 @@ def _files(where: str, revision: str | None) -> Iterator[tuple[Callable[[], str]
             )
         yield partial(str, whole), _keys(Path(whole)), True
         return
+    commit = revision or Path(index).parent.name  # main may be another one on the hub
     for name, keys in _by_file(Path(index)).items():
-        yield partial(_needed, where, name, revision), keys, True
+        yield partial(_needed, where, name, commit), keys, True
 
 
 def _by_file(index: Path) -> dict[str, list[str]]:
