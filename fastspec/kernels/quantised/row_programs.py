@@ -126,6 +126,7 @@ def stage(kind: Codes, size: int, group: int | None, zeros: bool, pitch: int) ->
     return "\n".join(lines) + " }"
 
 
+@lru_cache
 def ask(size: int, stride: int) -> str:
     """Asks for a stage of 16 lines, `stride` bytes apart, if `$3` is not zero: from a lane's first piece of 16 bytes
     `$2` on, to `$1`."""
@@ -135,6 +136,7 @@ def ask(size: int, stride: int) -> str:
     return "\n".join(lines) + "\ncp.async.commit_group; mov.u32 $0, 0; }"
 
 
+@lru_cache
 def wait(stages: int) -> str:
     """Waits for a warp's oldest stage."""
     return f"cp.async.wait_group {stages - 2}; bar.warp.sync 0xffffffff; mov.u32 $0, 0;"
