@@ -139,6 +139,18 @@ def _compressed(module: Any) -> Read:
     return whole(StoredWeight(octets(codes), kind, scales, block, depth, scales.dtype, zeros=zeros, groups=groups))
 
 
+_made_scales: Any = WeakIdKeyDictionary()
+"""Tensors of libraries -> (their place and torch's count of their changes, the scales made of them)."""
+
+
+def _kept(held: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
+    """Scales made of a library's tensor, once: a kernel may read them while the one in front of it runs."""
+    known, state = _made_scales.get(held), (held.device, held.data_ptr(), change_count(held))
+    if known is None or known[0] != state:
+        _made_scales[held] = known = (state, make(held.detach()))
+    return known[1]
+
+
 def _float8(module: Any) -> Read:
     """transformers' own FP8 modules, whose activations are rounded to FP8 too: here they are not."""
     weight, fine = module.weight.detach(), hasattr(module, "weight_scale_inv")
@@ -150,7 +162,8 @@ def _float8(module: Any) -> Read:
     grid = -(-count // sizes[0]), -(-depth // sizes[1])
     if scales.numel() != grid[0] * grid[1]:
         return f"{scales.numel()} scales are not one for each block of {sizes[0]} x {sizes[1]}"
-    scales = scales if scales.dtype in (torch.float32, torch.bfloat16, torch.float16) else scales.float()
+    if scales.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        scales = _kept(module.weight_scale_inv if fine else module.weight_scale, lambda held: held.float())
     return whole(StoredWeight(octets(weight), E4M3, scales.reshape(grid), (sizes[0], sizes[1]), depth, None))
 
 
@@ -172,21 +185,14 @@ def _bitsandbytes(module: Any) -> Read:
     return whole(StoredWeight(codes, kind, scales, (1, state.blocksize), depth, state.dtype, nested=nested))
 
 
-_scales8: Any = WeakIdKeyDictionary()
-"""Largest values of lines, as bitsandbytes holds them -> (torch's count of their changes, the lines' scales)."""
-
-
 def _bitsandbytes8(module: Any) -> Read:
     """LLM.int8, whose activations are rounded too, but for those beyond its threshold: here none are."""
     weight, state = module.weight, module.state
     largest = state.SCB if weight.SCB is None else weight.SCB
     if weight.dtype != torch.int8 or largest is None:
         return "it is not quantised yet"
-    known = _scales8.get(largest)
-    if known is None or known[0] != change_count(largest):
-        _scales8[largest] = known = (change_count(largest), largest.detach().view(-1, 1) / 127)
-    depth = weight.shape[1]
-    return whole(StoredWeight(octets(weight), INT8, known[1], (1, depth), depth, None))
+    scales, depth = _kept(largest, lambda held: held.view(-1, 1) / 127), weight.shape[1]
+    return whole(StoredWeight(octets(weight), INT8, scales, (1, depth), depth, None))
 
 
 def _mxfp4(module: Any) -> Read:

@@ -344,6 +344,22 @@ def test_int8_of_bitsandbytes_is_read_wherever_its_scales_are():
     assert torch.equal(dequantised(weight, torch.float32), codes * (largest[:, None] / 127))
 
 
+def test_scales_that_are_made_of_others_are_made_once():
+    """And anew of those that have changed."""
+    made = by_powers(nn.Linear(32, 32))
+    one, two = (read(made) for _ in range(2))
+    assert isinstance(one, StoredWeight) and isinstance(two, StoredWeight)
+    assert one.scales.data_ptr() == two.scales.data_ptr()
+    for value in (1.0, 2.0):
+        ones = torch.full((2, 2), value).to(torch.float8_e8m0fnu)
+        if value > 1:
+            made.weight_scale_inv.data = ones
+        else:
+            made.weight_scale_inv.copy_(ones)
+        other = read(made)
+        assert isinstance(other, StoredWeight) and torch.equal(other.scales, torch.full((2, 2), value))
+
+
 class LoraLinear(nn.Module):
     """PEFT's LoRA layer, as far as it is read."""
 
