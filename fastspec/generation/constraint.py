@@ -120,6 +120,8 @@ class Masks:
         self.there = self.memory.to(device)
         """The memory's copy on the device, which is the memory itself on the CPU."""
         self.unset = unset_bits(device)
+        self.wide = 0
+        """Words of the widest mask so far, which all have."""
         self.copied: torch.cuda.Event | None = None
         """Passed when the device has read the memory."""
 
@@ -128,12 +130,23 @@ class Masks:
         """Key of where the masks lie, and of their shape."""
         return self.there.data_ptr(), self.words.shape
 
-    def fill(self, nodes: Nodes, size: int, held: Held, failed: Callable[[int, BaseException], None] = raised) -> None:
+    def fill(
+        self,
+        nodes: Nodes,
+        size: int,
+        held: Held,
+        failed: Callable[[int, BaseException], None] = raised,
+        at: Sequence[int] = (),
+    ) -> None:
         """Fill the masks of rows with a constraint and an answer, for logits of `size` tokens; other rows may take any
-        token, and these none past a mask's last bit. `failed` takes what a row's constraint raises."""
+        token, and these none past a mask's last bit. `failed` takes what a row's constraint raises. Where masks are of
+        one node a row, `at` may name these nodes, which the same copy brings."""
         tokens, parents = nodes
         most = max(constraint.words for _, constraint, _ in held)
-        here = self._open(len(tokens), len(tokens[0]), max(most, -(-size // 32)))
+        self.wide = max(self.wide, most, -(-size // 32))
+        here = self._open(len(tokens), len(tokens[0]), self.wide)
+        if at:
+            self.memory.numpy()[here.numel() : here.numel() + len(at)] = at
         alike = len({(type(constraint), constraint.words) for _, constraint, _ in held}) == 1
         together: list[tuple[Constraint, int]] = []
         for row, constraint, answer in held:
@@ -165,19 +178,22 @@ class Masks:
         shape, count = (rows, nodes, words), rows * nodes * words
         if self.copied is not None:
             self.copied.synchronize()
-        if len(self.memory) < count:
+        if len(self.memory) < count + rows:
             pinned = self.device.type == "cuda"
-            self.memory = torch.empty(count, dtype=torch.int32, device="cpu", pin_memory=pinned)
+            self.memory = torch.empty(count + rows, dtype=torch.int32, device="cpu", pin_memory=pinned)
             self.there = self.memory if self.device.type == "cpu" else self.memory.to(self.device)
         self.words = self.there[:count].view(shape)
         """The round's masks [B, N, W] on the device."""
+        self.at = self.there[count : count + rows]
+        """The nodes [B] that `fill` was told of, on the device."""
         found = self.memory[:count].view(shape)
         allow_all(found)
         return found
 
     def _bring(self) -> None:
         if self.device.type != "cpu":
-            self.words.copy_(self.memory[: self.words.numel()].view_as(self.words), non_blocking=True)
+            count = self.words.numel() + len(self.at)
+            self.there[:count].copy_(self.memory[:count], non_blocking=True)
         if self.device.type == "cuda":
             self.copied = self.copied or torch.cuda.Event()
             self.copied.record(torch.cuda.current_stream(self.device))

@@ -65,36 +65,47 @@ def pick_allowed(
     failed: Callable[[int, BaseException], None] = raised,
 ) -> Tensor:
     """Picks [B, N], the likeliest tokens of logits [B, N, V], with the likeliest that constraints allow in the rows
-    that are held, at the nodes that their walks reach.
-
-    The likeliest token of all needs no mask where it is allowed. The other nodes get theirs, one of each row at a time
-    and all rows together. `failed` takes what a row's constraint raises.
+    that are held, at the nodes that their walks reach. `failed` takes what a row's constraint raises.
     """
-    tokens, parents, chosen = torch.stack((tree.tokens, tree.parents, picks)).tolist()  # one wait for the device
-    going = [ConstrainedWalk(*each) for each in held]
+
+    def ask(waiting: list[ConstrainedWalk]) -> list[int]:
+        def raised_at(place: int, error: BaseException) -> None:
+            failed(waiting[place].row, error)
+
+        asked = [(place, each.constraint, each.text) for place, each in enumerate(waiting)]
+        masks.fill(roots_of(len(asked)), logits.shape[-1], asked, raised_at)
+        rows, nodes = torch.tensor([(each.row, each.at[0]) for each in waiting], device="cpu").to(logits.device).T
+        found: list[int] = choose(masks.masked(logits[rows, nodes][:, None]), None, ops)[:, 0].tolist()
+        return found
+
+    told = torch.stack((tree.tokens, tree.parents, picks)).tolist()  # one wait for the device
+    walk_allowed(told, [ConstrainedWalk(*each) for each in held], ask, failed)
+    return torch.tensor(told[2], device="cpu").to(picks.device)
+
+
+def walk_allowed(
+    told: list[list[list[int]]],
+    going: list[ConstrainedWalk],
+    ask: Callable[[list[ConstrainedWalk]], list[int]],
+    failed: Callable[[int, BaseException], None],
+) -> None:
+    """Walk rows down their trees, and correct their picks: `told` holds tokens, parents and picks [B][N].
+
+    The likeliest token of all needs no mask where it is allowed. Of the other nodes that walks reach `ask` tells the
+    likeliest allowed token, of one of each row at a time and of all rows together.
+    """
+    tokens, parents, picks = told
     while going:
-        waiting: list[ConstrainedWalk] = []
+        waiting = []
         for each in going:
             try:
-                if each.run(tokens[each.row], parents[each.row], chosen[each.row]):
+                if each.run(tokens[each.row], parents[each.row], picks[each.row]):
                     waiting.append(each)
             except BaseException as error:
                 failed(each.row, error)
-        if not waiting:
-            break
-        errors: dict[int, BaseException] = {}
-        asked = [(place, each.constraint, each.text) for place, each in enumerate(waiting)]
-        masks.fill(roots_of(len(waiting)), logits.shape[-1], asked, errors.__setitem__)
-        rows, nodes = torch.tensor([(each.row, each.at[0]) for each in waiting], device="cpu").to(logits.device).T
-        found = choose(masks.masked(logits[rows, nodes][:, None]), None, ops)[:, 0].tolist()
-        going = []
-        for place, (each, token) in enumerate(zip(waiting, found, strict=True)):
-            if place in errors:
-                failed(each.row, errors[place])
-            else:
-                each.step(token, tokens[each.row], parents[each.row], chosen[each.row])
-                going.append(each)
-    return torch.tensor(chosen, device="cpu").to(picks.device)
+        going = waiting
+        for each, token in zip(going, ask(going) if going else (), strict=True):
+            each.step(token, tokens[each.row], parents[each.row], picks[each.row])
 
 
 def walk_drawn(tree: TokenTree, scores: Tensor, q: Tensor, uniform: Tensor, ops: Ops) -> Verdict:

@@ -21,6 +21,7 @@ from fastspec.generation.engine.round_program import RoundProgram
 from fastspec.generation.engine.schedule import (
     Eager,
     FedGraph,
+    FedTreeGraph,
     GraphFromScore,
     GraphOfScore,
     SplitGraph,
@@ -133,7 +134,7 @@ def test_a_host_drafter_observes_by_its_digest_of_what_was_accepted():
         (True, None, Place.DEVICE, WholeGraph),
         (True, None, Place.HOST, SplitGraph),
         (False, Place.DEVICE, Place.FED, Eager),
-        (True, Place.DEVICE, Place.FED, SplitGraph),  # trees of drafts, which the host reads
+        (True, Place.DEVICE, Place.FED, FedTreeGraph),
         (True, Place.HOST, Place.FED, GraphOfScore),
         (True, None, Place.FED, FedGraph),
     ],
@@ -145,7 +146,9 @@ def test_the_places_of_the_phases_choose_the_schedule(captures, drafts, decides,
     drafter: Any = None if drafts is None else SimpleNamespace(traits=Traits(drafts, draws=draws), max_path=2)
     kind = GraphOfScore if kind is GraphFromScore and draws else kind
     program = RoundProgram(target, drafter, TORCH, SimpleNamespace())  # type: ignore[arg-type]
-    assert type(schedule_of(program, SimpleNamespace(place=decides))) is kind  # type: ignore[arg-type]
+    for walks in (True, False):  # where it does not, the host chooses in trees of drafts
+        found = type(schedule_of(program, SimpleNamespace(place=decides, walks=walks)))  # type: ignore[arg-type]
+        assert found is (SplitGraph if kind is FedTreeGraph and not walks else kind)
 
 
 class Letters:

@@ -6,18 +6,19 @@ from functools import cache
 from typing import Any
 
 import pytest
-from helpers.captured import stand_in, what_no_graph_served
+from helpers.captured import Stand, stand_in, what_no_graph_served
 from helpers.devices import ON_CUDA
 from helpers.generate import TREE, seer
 from helpers.grammars import END, SCHEMA, SIZE, TOKENIZER, terse
 from helpers.open import alone, texts, told
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastspec
 from fastspec.generation.constraint import Masks
 from fastspec.generation.drafters import nasd
 from fastspec.generation.drafters.ngram_rounds import TimedDrafts
-from fastspec.generation.engine.schedule import FedGraph, Schedule, SplitGraph
+from fastspec.generation.engine.schedule import FedGraph, FedTreeGraph, Schedule
 
 pytest.importorskip("llguidance")
 
@@ -115,7 +116,7 @@ def test_masks_of_greedy_rows_are_filled_together(assistant: Any, monkeypatch: p
     replays = list[int]()
     for schedule, count, accepted in rounds:
         assert count == 1 if assistant == "autoregressive" else count <= 1 + accepted
-        assert isinstance(schedule, FedGraph if assistant == "autoregressive" else SplitGraph)
+        assert type(schedule) is (FedGraph if assistant == "autoregressive" else FedTreeGraph)
         replays.append(schedule.back.replays)
     assert max(replays) > 3
 
@@ -136,7 +137,86 @@ def test_constrained_rounds_behind_a_warm_up_find_everything_captured(
     assert not ran
 
 
-def test_roots_are_scored_before_the_host_has_read_the_round_in_front_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+class Launches(TorchDispatchMode):
+    """Counts what changes tensors and runs in no graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found, self.graphs = list[str](), 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not (self.graphs or op.is_view or op.overloadpacket._qualified_op_name in UNLAUNCHED):
+            self.found.append(op.overloadpacket._qualified_op_name)
+        return op(*args, **(kwargs or {}))
+
+
+UNLAUNCHED = ("aten::lift_fresh", "aten::detach", "aten::empty_like")
+
+
+def test_rounds_of_trees_launch_graphs_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's copy of what graphs chose, once more for every node that is asked about, then the device's of what was
+    corrected, and the host's of the tokens, where the round is asynchronous. Masks lie where they are made, on the
+    CPU."""
+    stand_in(monkeypatch)
+    launches, call, step, fill = Launches(), Stand.__call__, FedTreeGraph.step, Masks.fill
+    rounds, fills = list[tuple[int, int, list[str]]](), list[int]()
+
+    def replayed(self: Stand, *given: Any) -> Any:
+        launches.graphs += 1
+        try:
+            return call(self, *given)
+        finally:
+            launches.graphs -= 1
+
+    def stepped(self: FedTreeGraph, *given: Any) -> Any:
+        launches.found, before = [], len(fills)
+        with launches:
+            done = step(self, *given)
+        rounds.append((self.back.replays, given[-1] + len(fills) - before, launches.found))
+        return done
+
+    def filled(masks: Masks, *given: Any) -> None:
+        fills.append(1)
+        fill(masks, *given)
+
+    monkeypatch.setattr(Stand, "__call__", replayed)
+    monkeypatch.setattr(FedTreeGraph, "step", stepped)
+    monkeypatch.setattr(Masks, "fill", filled)
+    grammar = fastspec.Grammar(TOKENIZER, json_schema=SCHEMA)
+    options = {"do_sample": False, "eos_token_id": END, "logits_processor": [grammar], "max_new_tokens": 40}
+    with fastspec.patched(model := terse(), eagle3=seer(model)), fastspec.continuous(model, TREE, rows=3) as batch:
+        told([batch.submit(ids, **options) for ids in texts(5, 6, 7, 8, 4, 3)])
+    settled = [(copies, found) for replays, copies, found in rounds if replays > 3]
+    assert len(settled) > 10 and all(found == ["aten::copy_"] * (1 + copies) for copies, found in settled)
+
+
+def test_a_row_without_drafts_takes_none_beside_those_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All behind grammars, in rounds of one kind."""
+    stand_in(monkeypatch)
+    plain, model, prompts = terse(), terse(), texts(4, 5, 6)
+    accepted = list[list[int]]()
+    step = FedTreeGraph.step
+
+    def stepped(self: FedTreeGraph, *given: Any) -> Any:
+        done = step(self, *given)
+        accepted.append([row[0] for row in done[1]])
+        return done
+
+    monkeypatch.setattr(FedTreeGraph, "step", stepped)
+    grammar = fastspec.Grammar(TOKENIZER, regex="[a-f0-9]{40}")
+    options = {"do_sample": False, "eos_token_id": END, "logits_processor": [grammar]}
+    with fastspec.patched(model, eagle3=seer(model)), fastspec.continuous(model, TREE, rows=3) as batch:
+        found = told(
+            [batch.submit(ids, max_new_tokens=30, **options, drafts=at != 1) for at, ids in enumerate(prompts)]
+        )
+    assert found == [alone(plain, ids, 30, **options) for ids in prompts]
+    assert max(row[0] for row in accepted) > 0 and not any(row[1] for row in accepted if len(row) == 3)
+
+
+@pytest.mark.parametrize("assistant", ["autoregressive", TREE], ids=str)
+def test_trees_are_scored_before_the_host_has_read_the_round_in_front_of_them(
+    assistant: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Beside rows without a grammar, while prompts join and rows end, after which other graphs take over."""
     stand_in(monkeypatch)
     plain, model, begun = terse(), terse(), list[bool]()
@@ -149,7 +229,10 @@ def test_roots_are_scored_before_the_host_has_read_the_round_in_front_of_them(mo
     free = {"eos_token_id": SIZE + 1, "do_sample": False}
     asked = [(40 - 3 * place, held if place % 3 else free) for place in range(9)]
     prompts = texts(*range(4, 13))
-    with fastspec.patched(model), fastspec.continuous(model, "autoregressive", rows=2, max_length=64) as batch:
+    with (
+        fastspec.patched(model, eagle3=seer(model)),
+        fastspec.continuous(model, assistant, rows=2, max_length=64) as batch,
+    ):
         futures = [
             batch.submit(ids, max_new_tokens=count, **options)
             for ids, (count, options) in zip(prompts, asked, strict=True)
@@ -157,7 +240,7 @@ def test_roots_are_scored_before_the_host_has_read_the_round_in_front_of_them(mo
         found = told(futures)
     wanted = [alone(plain, ids, count, **how) for ids, (count, how) in zip(prompts, asked, strict=True)]
     assert found == wanted
-    assert sum(begun) > 30 and not all(begun)
+    assert sum(begun) > (30 if assistant == "autoregressive" else 15) and not all(begun)
 
 
 def test_what_a_grammar_raises_ends_its_prompt_alone(monkeypatch: pytest.MonkeyPatch) -> None:

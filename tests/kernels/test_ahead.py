@@ -17,14 +17,15 @@ from typing import Any
 import pytest
 import torch
 from helpers.captured import Looked, stand_in
-from helpers.generate import prompts, shallow_model
+from helpers.generate import prompts, seer, shallow_model
+from helpers.grammars import TOKENIZER, terse
 from helpers.models import tiny_head, tiny_model
 from helpers.processes import execute, spawn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import fastspec
 from fastspec.errors import Unsupported
-from fastspec.generation import capture
+from fastspec.generation import capture, constraint
 from fastspec.generation.constraint import unset_bits
 from fastspec.kernels import ahead
 from fastspec.kernels.quantised import reference
@@ -109,6 +110,26 @@ def test_a_look_leaves_nothing_behind(assistant, lengths, monkeypatch):
     with fastspec.patched(model, **heads), torch.inference_mode(len(lengths) == 1):
         assert model.generate(**inputs, **options, assistant=assistant).tolist() == expected
     assert len(looked) >= 2 and not ahead._warned
+
+
+def test_a_look_at_choices_within_a_grammar_warns_of_nothing(monkeypatch):
+    """In a tree of drafts, whose choices lie where the host brings others."""
+    monkeypatch.setattr(ahead, "_warned", False)
+    monkeypatch.setattr(constraint, "_without", lambda logits, kept: logits.masked_fill(kept, -torch.inf))  # as on CUDA
+    looked, former = [], ahead._look
+    monkeypatch.setattr(ahead, "_look", lambda *given: (looked.append(given[0]), former(*given)))
+    stand_in(monkeypatch, Looked)
+    model = terse()
+    options = {
+        **prompts(5),
+        "do_sample": False,
+        "max_new_tokens": 12,
+        "logits_processor": [fastspec.Grammar(TOKENIZER, regex="[a-f]{20}")],
+    }
+    expected = model.generate(**options).tolist()
+    with fastspec.patched(model, eagle3=seer(model)):
+        assert model.generate(**options, assistant=SMALL).tolist() == expected
+    assert any("choices" in str(program) for program in looked) and not ahead._warned
 
 
 class Holder:

@@ -14,15 +14,12 @@ from fastspec.generation.drafters.base import Drafter, MixingDrafter, Place
 from fastspec.generation.engine.engine import Engine, TargetT
 from fastspec.generation.engine.open_batch import OpenBatch, Rule
 from fastspec.generation.engine.round_program import Scored, VerifiedTree
-from fastspec.generation.engine.verifier import BLIND_MIXTURE, FedVerifier, Text
+from fastspec.generation.engine.verifier import BLIND_MIXTURE, NEVER_PICKED, FedVerifier, Text
 from fastspec.generation.ops import Ops
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.generation.verify import RowProcessor, choose, pick_allowed, walk, walk_with_history
-from fastspec.kernels.verification.reference import NO_TOKEN, uniform_at
-
-NEVER_PICKED = NO_TOKEN - 1
-"""Stands for the drafts of a row that takes none."""
+from fastspec.kernels.verification.reference import uniform_at
 
 
 class OwnRules(FedVerifier):
@@ -32,6 +29,8 @@ class OwnRules(FedVerifier):
     constraints allow; any other rule is the host's to apply, row by row. Draws are by `uniform_at`, so that a seed
     gives its tokens whatever the trees and the other rows are. Drafts must not be drawn.
     """
+
+    walks = True
 
     def __init__(self, batch: OpenBatch, target: Target, ops: Ops) -> None:
         self.batch, self.target, self.ops = batch, target, ops
@@ -72,8 +71,8 @@ class OwnRules(FedVerifier):
 
     def __call__(self, scored: Scored) -> VerifiedTree:
         tree, ruled = scored.tree, self._ruled()
-        logits, size, failed = scored.logits, scored.logits.shape[-1], self.batch.end_later
-        if drawn := self._held(ruled, greedy=False):
+        logits, size, failed = scored.logits, scored.logits.shape[-1], self._failed
+        if drawn := self._constrained(ruled, greedy=False):
             self.masks.fill(nodes_of(tree), size, drawn, failed)
             logits = self.masks.masked(logits)
         picks = choose(logits, None, self.ops)
@@ -85,7 +84,7 @@ class OwnRules(FedVerifier):
             tokens = tree.tokens.clone()
             tokens[undrafted, 1:] = NEVER_PICKED
             tree = replace(tree, tokens=tokens)
-        if held := self._held(ruled):
+        if held := self._constrained(ruled):
             picks = pick_allowed(tree, logits, picks, held, self.masks, self.ops, failed)
         for row, rule in ruled:
             if rule.process_at is None and not rule.is_greedy:
@@ -104,14 +103,20 @@ class OwnRules(FedVerifier):
                         mine[row] = theirs[0]
         return VerifiedTree(scored, verdict, None)
 
-    def feed(self, scored: Scored) -> None:
-        self.masks.fill(nodes_of(scored.tree), scored.logits.shape[-1], self._held(self._ruled()), self.batch.end_later)
-
     def fed(self, scored: Scored) -> VerifiedTree:
         picks = choose(self.masks.masked(scored.logits), None, self.ops)
         return VerifiedTree(scored, walk(scored.tree, picks, self.ops), None)
 
-    def _held(self, ruled: list[tuple[int, Rule]], greedy: bool = True) -> Held:
+    def _held(self) -> Held:
+        return self._constrained(self._ruled())
+
+    def _failed(self, row: int, error: BaseException) -> None:
+        self.batch.end_later(row, error)
+
+    def _undrafted(self) -> list[int]:
+        return [row for row, rule in self._ruled() if not rule.drafts]
+
+    def _constrained(self, ruled: list[tuple[int, Rule]], greedy: bool = True) -> Held:
         """Constrained rows whose tokens are the likeliest, or are not, and their answers."""
         answers = self.batch.out.tokens
         return [

@@ -5,7 +5,9 @@ no        any     any     Eager           one phase after another
 yes       DEVICE  DEVICE  WholeGraph      one graph, asynchronous where nothing is read but tokens
 yes       DEVICE  HOST    SplitGraph      a graph on either side of the host's decision
 yes       DEVICE  FED     FedGraph        a graph that scores, and one of what follows, which reads what the host has
-                                          brought meanwhile; of trees with drafts as HOST, since the host reads these
+                                          brought meanwhile
+                          FedTreeGraph    the same of trees with drafts: one more between these chooses tokens, and the
+                                          host corrects what it has chosen
 yes       HOST    DEVICE  GraphFromScore  the host drafts; what follows is a graph for each shape of the tree
 yes       HOST    HOST    GraphOfScore    the host drafts and decides, and scoring alone is a graph; so too where
                                           drafts bring distributions, which a larger graph would have to copy
@@ -24,7 +26,7 @@ from torch import Tensor
 
 from fastspec.generation.capture import Captured, CapturedByShape
 from fastspec.generation.drafters.base import Place
-from fastspec.generation.engine.round_program import Marked, Round, RoundProgram, Scored, rounded
+from fastspec.generation.engine.round_program import Marked, Round, RoundProgram, Scored, Verify, rounded
 from fastspec.generation.engine.verifier import FedVerifier, Verifier
 from fastspec.generation.stats import Stats, timed
 from fastspec.generation.tree import TokenTree, Verdict
@@ -206,7 +208,7 @@ class SplitGraph(Schedule):
 
 
 class FedGraph(Schedule):
-    """A graph that scores roots, and a graph of what follows: the host prepares the verdict while the device scores."""
+    """A graph that drafts and scores, and a graph of what follows: the host prepares the verdict meanwhile."""
 
     def __init__(self, program: RoundProgram) -> None:
         super().__init__(program)
@@ -219,7 +221,7 @@ class FedGraph(Schedule):
         """Where the host reads such a round's tokens."""
 
     def step(self, verifier: Verifier, longest: int, stats: Stats, asynchronous: bool) -> tuple[Round, Emitted]:
-        """With `asynchronous` the next round's roots are scored while the host reads this round and does its work."""
+        """With `asynchronous` the next round's tree is scored while the host reads this round and does its work."""
         if not (asynchronous and self._ready(longest + self.program.longest)):
             return super().step(verifier, longest, stats, asynchronous)
         done = self._launch(verifier, longest, stats)
@@ -251,8 +253,13 @@ class FedGraph(Schedule):
                 scored = _run(self.front, program, program.to_scores, stats)
         with timed(stats, "choose"):
             verifier.feed(scored)
+            verify = self._decided(verifier, scored, stats)
         with timed(stats, "commit"):
-            return _run(self.back, program, partial(program.from_scores, verifier.fed, scored), stats, verifier.key)
+            return _run(self.back, program, partial(program.from_scores, verify, scored), stats, verifier.key)
+
+    def _decided(self, verifier: FedVerifier, scored: Scored, stats: Stats) -> Verify:
+        """The part of the verdict behind the host's."""
+        return verifier.fed
 
     def leave(self) -> None:
         self.begun = None
@@ -260,8 +267,38 @@ class FedGraph(Schedule):
     drain = leave
 
     def _ready(self, longest: int) -> bool:
-        """True where the next round's roots can be scored without a wait."""
+        """True where the next round's tree can be scored without a wait."""
         return _is_ready(self.front, self.program, longest)
+
+
+class FedTreeGraph(FedGraph):
+    """A third graph between these chooses tokens at the tree's nodes. The host reads them, corrects what is not allowed
+    by further replays, with the masks of the nodes that it reached, and brings them back."""
+
+    def __init__(self, program: RoundProgram) -> None:
+        super().__init__(program)
+        self.middle: Captured[Marked[Tensor]] = Captured()
+        self.choices: tuple[Tensor, Tensor] | None = None
+        """Tokens, parents and picks [3, B, N] of the tree, where graphs write and read them and where the host does."""
+
+    def _decided(self, verifier: FedVerifier, scored: Scored, stats: Stats) -> Verify:
+        if self.choices is None:
+            tokens = scored.tree.tokens
+            there = tokens.new_empty(3, *tokens.shape)
+            self.choices = there, torch.empty_like(there, device="cpu", pin_memory=there.is_cuda)
+        there, here = self.choices
+
+        def chosen() -> Tensor:
+            choose = partial(verifier.choices, scored, there)
+            if self.front.graph is None:  # a graph could not read these scores again
+                choose()
+            else:
+                _run(self.middle, self.program, choose, stats, verifier.key)
+            return here.copy_(there)
+
+        verifier.decide(scored, chosen)
+        there.copy_(here, non_blocking=True)
+        return partial(verifier.walked, there)
 
 
 class GraphOfScore(Eager):
@@ -314,8 +351,9 @@ def _is_ready(graph: Captured[Marked[Value]], program: RoundProgram, longest: in
 def place_of(program: RoundProgram, verifier: Verifier) -> Place:
     """Place of the verdict in a program's rounds."""
     place = verifier.place
-    fed = program.place is Place.DEVICE and program.longest == 1
-    return Place.HOST if place is Place.FED and not fed else place
+    if place is not Place.FED or (program.place is Place.DEVICE and (program.longest == 1 or verifier.walks)):
+        return place
+    return Place.HOST
 
 
 def schedule_of(program: RoundProgram, verifier: Verifier) -> Schedule:
@@ -325,7 +363,8 @@ def schedule_of(program: RoundProgram, verifier: Verifier) -> Schedule:
     decides = place_of(program, verifier)
     if program.place is Place.DEVICE:
         kinds: dict[Place, Callable[[RoundProgram], Schedule]]
-        kinds = {Place.DEVICE: WholeGraph, Place.FED: FedGraph, Place.HOST: SplitGraph}
+        fed = FedGraph if program.longest == 1 else FedTreeGraph
+        kinds = {Place.DEVICE: WholeGraph, Place.FED: fed, Place.HOST: SplitGraph}
         return kinds[decides](program)
     return GraphFromScore(program) if decides is Place.DEVICE and not program.draws else GraphOfScore(program)
 

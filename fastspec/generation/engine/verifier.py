@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from fastspec.errors import Unsupported
-from fastspec.generation.constraint import Held, Masks, nodes_of, roots_of
+from fastspec.generation.constraint import ConstrainedWalk, Held, Masks, nodes_of, roots_of
 from fastspec.generation.drafters.base import Drafter, MixingDrafter, Place, Process
 from fastspec.generation.engine.batching import Batch
 from fastspec.generation.engine.call import Request
@@ -23,12 +23,15 @@ from fastspec.generation.verify import (
     choose,
     pick_allowed,
     walk,
+    walk_allowed,
     walk_drawn,
     walk_in_step,
     walk_with_history,
 )
-from fastspec.kernels.verification.reference import SamplingSettings, stream_of, uniform_at
+from fastspec.kernels.verification.reference import NO_TOKEN, SamplingSettings, stream_of, uniform_at
 
+NEVER_PICKED = NO_TOKEN - 1
+"""Stands for the drafts of a row that takes none."""
 Text = tuple[Tensor, Tensor]
 """Tokens [B, T] and how many of them are real in each row [B]."""
 
@@ -37,6 +40,8 @@ class Verifier(ABC):
     """Chooses the tokens of a call."""
 
     place: Place = Place.HOST
+    walks = False
+    """True where a FED verdict on trees of drafts may be corrected by the host (`FedVerifier.decide`)."""
 
     @abstractmethod
     def first(self, logits: Tensor, text: Text, prompts: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -57,13 +62,70 @@ class Verifier(ABC):
 
 class FedVerifier(Verifier):
     """Verifier whose verdict on roots alone is the device's, by `masks` that the host has brought there before: it runs
-    `feed`, and then `fed`, wherever its place is FED."""
+    `feed`, and then `fed`, wherever its place is FED. On a tree of drafts it is the device's by `choices` and `walked`,
+    between which the host walks along what the device has chosen (`decide`)."""
 
     masks: Masks
+    ops: Ops
 
     @abstractmethod
+    def _held(self) -> Held:
+        """The rows that go on and have a constraint."""
+
+    def _failed(self, row: int, error: BaseException) -> None:
+        """Take what a row's constraint has raised."""
+        raise error
+
+    def _undrafted(self) -> Sequence[int]:
+        """Rows that take none of their tree's drafts."""
+        return ()
+
     def feed(self, scored: Scored) -> None:
-        """Bring to the device what `fed` reads. Nothing is read of the scored tree but its sizes."""
+        """Bring the roots' masks to the device. Nothing is read of the scored tree but its sizes."""
+        self._feed(scored, self._held(), {})
+
+    def _feed(self, scored: Scored, held: Held, at: Mapping[int, int]) -> None:
+        """Bring the masks of one node of each row: of the nodes `at`, and of the others' roots."""
+        rows, nodes = scored.tree.tokens.shape
+        places = [row * nodes + at.get(row, 0) for row in range(rows)]
+        self.masks.fill(roots_of(rows), scored.logits.shape[-1], held, self._failed, places)
+
+    def choices(self, scored: Scored, out: Tensor) -> Tensor:
+        """Tokens, parents and likeliest tokens [3, B, N] of a tree, these last with the likeliest allowed one at the
+        nodes that masks were brought of; a DEVICE phase."""
+        tree, at = scored.tree, self.masks.at.long()
+        picks = choose(scored.logits, None, self.ops)
+        found = choose(self.masks.masked(scored.logits.flatten(0, 1)[at][:, None]), None, self.ops)[:, 0]
+        picks = picks.flatten().index_copy(0, at, found).view_as(picks)
+        return torch.stack((tree.tokens, tree.parents, picks), out=out)
+
+    def decide(self, scored: Scored, chosen: Callable[[], Tensor]) -> None:
+        """Correct `choices` where walks need it. `chosen` runs them and gives the host's copy, which is corrected."""
+        host = chosen()
+        told: list[list[list[int]]] = host.tolist()
+        undrafted, nodes = self._undrafted(), host.shape[2]
+        for row in undrafted:
+            told[0][row][1:] = [NEVER_PICKED] * (nodes - 1)
+        going = [ConstrainedWalk(*each) for each in self._held()]
+        for each in going:
+            each.step(told[2][each.row][0], *(part[each.row] for part in told))
+
+        def ask(waiting: list[ConstrainedWalk]) -> list[int]:
+            at = {each.row: each.at[0] for each in waiting}
+            self._feed(scored, [(each.row, each.constraint, each.text) for each in waiting], at)
+            found = chosen().numpy()[2]
+            return [int(found[row, node]) for row, node in at.items()]
+
+        walk_allowed(told, going, ask, self._failed)
+        parts = host.numpy()
+        for each in going:
+            parts[2, each.row] = told[2][each.row]
+        for row in undrafted:
+            parts[0, row] = told[0][row]
+
+    def walked(self, choices: Tensor, scored: Scored) -> VerifiedTree:
+        """The verdict by corrected choices; a DEVICE phase."""
+        return VerifiedTree(scored, walk(replace(scored.tree, tokens=choices[0]), choices[2], self.ops), None)
 
     @abstractmethod
     def fed(self, scored: Scored) -> VerifiedTree:
@@ -236,6 +298,7 @@ class Constrained(FedVerifier):
     def __init__(self, choice: Choice, request: Request, batch: Batch, masks: Masks) -> None:
         assert request.constraint_of is not None
         self.choice, self.constraint_of, self.batch, self.masks = choice, request.constraint_of, batch, masks
+        self.ops = choice.ops
         self.walks = choice.rule == ChoiceRule() and not request.keep_scores
         self.place = Place.FED if choice.place is Place.DEVICE else Place.HOST
 
@@ -249,19 +312,14 @@ class Constrained(FedVerifier):
         self.choice.seat(rows, prompts)
 
     def __call__(self, scored: Scored) -> VerifiedTree:
-        tree, ops = scored.tree, self.choice.ops
+        tree, logits, ops = scored.tree, scored.logits, self.ops
         if self.walks:
-            picks = choose(scored.logits, None, ops)
-            picks = pick_allowed(tree, scored.logits, picks, self._held(), self.masks, ops)
+            picks = pick_allowed(tree, logits, choose(logits, None, ops), self._held(), self.masks, ops)
             return VerifiedTree(scored, walk(tree, picks, ops), None)
-        self.feed(scored)
+        self.masks.fill(nodes_of(tree), logits.shape[-1], self._held())
         return self.fed(scored)
 
-    def feed(self, scored: Scored) -> None:
-        self.masks.fill(nodes_of(scored.tree), scored.logits.shape[-1], self._held())
-
     def _held(self) -> Held:
-        """The rows that go on."""
         batch = self.batch
         return [
             (row, self.constraint_of(prompt), batch.out.tokens[prompt])

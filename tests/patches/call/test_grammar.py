@@ -23,7 +23,7 @@ from transformers import LogitsProcessor
 import fastspec
 from fastspec.errors import NoDistribution, Unsupported
 from fastspec.generation.constraint import AnyToken, Masks, roots_of
-from fastspec.generation.engine.schedule import FedGraph
+from fastspec.generation.engine.schedule import FedGraph, FedTreeGraph
 from fastspec.generation.tree import TokenTree
 from fastspec.generation.verify import pick_allowed, walk
 from fastspec.patches.backends import TORCH
@@ -250,8 +250,8 @@ def test_plain_decoding_is_that_of_a_matcher_a_row(pair: tuple[Any, Any], gramma
 @pytest.mark.parametrize("assistant", ["autoregressive", TREE], ids=str)
 @pytest.mark.parametrize("sampled", [False, True])
 def test_captured_calls_are_those_of_the_cpu(assistant: Any, sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several calls with what the first has captured, of other prompts and with scores or without; rounds without
-    drafts are launched by two graphs."""
+    """Several calls with what the first has captured, of other prompts and with scores or without; rounds whose verdict
+    the host does not wait for, or corrects alone, are launched by graphs but for copies."""
     grammar, how = fastspec.Grammar(TOKENIZER, regex="[a-f0-9]{25}"), {"do_sample": sampled, "max_new_tokens": 40}
     calls = [{**how, **prompts(3, 9, 6, seed=seed), "output_scores": seed == 1} for seed in (1, 2, 3)]
 
@@ -264,10 +264,11 @@ def test_captured_calls_are_those_of_the_cpu(assistant: Any, sampled: bool, monk
                 found.append(model.generate(**options, **more).sequences.tolist())
             held = list(session_of(model).engines.held.values())
             fed = [each for engine in held for each in engine.schedules.values() if isinstance(each, FedGraph)]
-            assert bool(fed) == (assistant == "autoregressive" and bool(held))
+            assert {type(each) for each in fed} == (kinds if held else set())
             assert all(each.back.replays > 10 for each in fed)
         return found
 
+    kinds = {FedGraph} if assistant == "autoregressive" else set() if sampled else {FedTreeGraph}
     eager = told()
     stand_in(monkeypatch)
     assert told() == eager
