@@ -131,7 +131,8 @@ class Captured(Generic[Result]):
         self.key: Hashable = None
         self.graph: torch.cuda.CUDAGraph | None = None
         self.result: Result | None = None
-        self.replays = 0
+        self.replays = self.keys = 0
+        """Replays, and keys so far: the result lies elsewhere where another came."""
         self.bytes, self.device = 0, torch.device("cpu")
         """Memory of the graph, and where it lies."""
 
@@ -140,6 +141,7 @@ class Captured(Generic[Result]):
         if key != self.key:
             new = self.key is None
             self.key, self.graph, self.result, self.bytes = key, None, None, 0
+            self.keys += 1
             with SPENT.on("first_runs"):
                 return _foresight.first_run(program, new)
         if self.graph is None:

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from helpers.captured import Stand, stand_in, what_no_graph_served
+from helpers.captured import Fixed, Stand, stand_in, what_no_graph_served
 from helpers.devices import ON_CUDA
 from helpers.generate import TREE, seer
 from helpers.grammars import END, SCHEMA, SIZE, TOKENIZER, terse
@@ -18,7 +18,9 @@ import fastspec
 from fastspec.generation.constraint import Masks
 from fastspec.generation.drafters import nasd
 from fastspec.generation.drafters.ngram_rounds import TimedDrafts
-from fastspec.generation.engine.schedule import FedGraph, FedTreeGraph, Schedule
+from fastspec.generation.engine import engine
+from fastspec.generation.engine.schedule import FedGraph, FedTreeGraph, Schedule, SplitGraph
+from fastspec.patches.call.grammar import GrammarState
 
 pytest.importorskip("llguidance")
 
@@ -211,6 +213,26 @@ def test_a_row_without_drafts_takes_none_beside_those_with(monkeypatch: pytest.M
         )
     assert found == [alone(plain, ids, 30, **options) for ids in prompts]
     assert max(row[0] for row in accepted) > 0 and not any(row[1] for row in accepted if len(row) == 3)
+
+
+def test_rounds_of_trees_that_the_host_corrects_or_judges_share_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of drafting and scoring, beside rows without a grammar; replays read what was captured. Every node is asked
+    about."""
+    stand_in(monkeypatch, Fixed)
+    monkeypatch.setattr(GrammarState, "allows", lambda *_: False)
+    made, make = list[Schedule](), engine.schedule_of
+    monkeypatch.setattr(engine, "schedule_of", lambda *given: made.append(make(*given)) or made[-1])
+    grammar = fastspec.Grammar(TOKENIZER, regex=r"(.|\n)*")
+    forms: list[dict[str, Any]] = [{}, {"logits_processor": [grammar]}, {"repetition_penalty": 1.3}]
+    plain, prompts = terse(), texts(*range(3, 12))
+    asked = [{"do_sample": False, "eos_token_id": END, **forms[at]} for at in (1, 1, 1, 0, 1, 2, 1, 2, 0)]
+    with fastspec.patched(model := terse(), eagle3=seer(model)), fastspec.continuous(model, TREE, rows=3) as batch:
+        found = told([batch.submit(ids, max_new_tokens=40, **how) for ids, how in zip(prompts, asked, strict=True)])
+    assert found == [alone(plain, ids, 40, **how) for ids, how in zip(prompts, asked, strict=True)]
+    corrected = [each for each in made if isinstance(each, FedTreeGraph) and each.back.replays > 3]
+    judged = [each for each in made if isinstance(each, SplitGraph) and each.back.replays > 3]
+    assert corrected and judged
+    assert all(mine.front is theirs.front for mine in corrected for theirs in judged if mine.program is theirs.program)
 
 
 @pytest.mark.parametrize("assistant", ["autoregressive", TREE], ids=str)

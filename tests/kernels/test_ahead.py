@@ -114,6 +114,7 @@ def test_a_look_leaves_nothing_behind(assistant, lengths, monkeypatch):
 
 def test_a_look_at_choices_within_a_grammar_warns_of_nothing(monkeypatch):
     """In a tree of drafts, whose choices lie where the host brings others."""
+    pytest.importorskip("llguidance")
     monkeypatch.setattr(ahead, "_warned", False)
     monkeypatch.setattr(constraint, "_without", lambda logits, kept: logits.masked_fill(kept, -torch.inf))  # as on CUDA
     looked, former = [], ahead._look

@@ -305,7 +305,9 @@ class Engine(Generic[TargetT]):
             self.fallback.tell(self.drafter)
             self.drafter.hosted = hosted
         key = program, self.place
-        schedule = self.schedules.get(key) or self.schedules.setdefault(key, schedule_of(program, verifier))
+        schedule = self.schedules.get(key)
+        if schedule is None:
+            schedule = self.schedules[key] = schedule_of(program, verifier, self.schedules.values())
         self._leave(schedule)
         if self.leads and self.target.captures:
             self._lead()

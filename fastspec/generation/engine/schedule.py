@@ -16,7 +16,7 @@ yes       HOST    HOST    GraphOfScore    the host drafts and decides, and scori
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias, TypeVar
@@ -175,27 +175,38 @@ class WholeGraph(Schedule):
         return _is_ready(self.graph, self.program, longest)
 
 
-class SplitGraph(Schedule):
+class Halves(Schedule):
+    """Two graphs, and the host's part between them. All such schedules of a program have one `front`."""
+
+    def __init__(self, program: RoundProgram, front: Captured[Marked[Scored]] | None = None) -> None:
+        super().__init__(program)
+        self.front: Captured[Marked[Scored]] = Captured() if front is None else front
+        self.back: Captured[Marked[Round]] = Captured()
+
+    def scores(self, stats: Stats) -> Scored:
+        """Draft and score."""
+        return _run(self.front, self.program, self.program.to_scores, stats)
+
+
+class SplitGraph(Halves):
     """Two graphs, and the host's decision between them."""
 
-    def __init__(self, program: RoundProgram) -> None:
-        super().__init__(program)
-        self.front: Captured[Marked[Scored]] = Captured()
-        self.back: Captured[Marked[Round]] = Captured()
+    def __init__(self, program: RoundProgram, front: Captured[Marked[Scored]] | None = None) -> None:
+        super().__init__(program, front)
         self.verdict: Verdict | None = None
         """The tensors that the second graph reads the verdict from."""
 
     def run(self, verifier: Verifier, longest: int, stats: Stats) -> tuple[Round, Emitted]:
         self.program.open(longest)
         with timed(stats, "draft and score"):
-            scored = _run(self.front, self.program, self.program.to_scores, stats)
+            scored = self.scores(stats)
         self.program.meanwhile()
         with timed(stats, "choose"):
             judged = verifier(scored)
             held = replace(judged, verdict=self._held(judged.verdict), scores=None)  # a graph keeps what it is given
             self.program.mark("choose")
         with timed(stats, "commit"):
-            done = _run(self.back, self.program, partial(self.program.from_verdict, held), stats)
+            done = _run(self.back, self.program, partial(self.program.from_verdict, held), stats, self.front.keys)
             done = replace(done, scored=judged.scored, scores=judged.scores, along_path=judged.along_path)
             return done, done.emitted.tolist()
 
@@ -207,14 +218,11 @@ class SplitGraph(Schedule):
         return held
 
 
-class FedGraph(Schedule):
+class FedGraph(Halves):
     """A graph that drafts and scores, and a graph of what follows: the host prepares the verdict meanwhile."""
 
-    def __init__(self, program: RoundProgram) -> None:
-        super().__init__(program)
-        self.front: Captured[Marked[Scored]] = Captured()
-        self.back: Captured[Marked[Round]] = Captured()
-
+    def __init__(self, program: RoundProgram, front: Captured[Marked[Scored]] | None = None) -> None:
+        super().__init__(program, front)
         self.begun: tuple[Hashable, Scored] | None = None
         """The next round's scores, launched already, and the key of what they were made with."""
         self.host: Tensor | None = None
@@ -230,8 +238,7 @@ class FedGraph(Schedule):
             if self.host is None:
                 self.host = torch.empty_like(emitted, device="cpu", pin_memory=emitted.is_cuda)
             this = _landing(done, self.host)
-            scored = _run(self.front, self.program, self.program.to_scores, stats)
-            self.begun = self.program.key, scored
+            self.begun = self.program.key, self.scores(stats)
             self.program.meanwhile()
             return done, this.wait()
 
@@ -247,15 +254,13 @@ class FedGraph(Schedule):
         program.open(longest)
         with timed(stats, "draft and score"):
             begun, self.begun = self.begun, None
-            if begun is not None and begun[0] == program.key:
-                scored = begun[1]
-            else:
-                scored = _run(self.front, program, program.to_scores, stats)
+            scored = begun[1] if begun is not None and begun[0] == program.key else self.scores(stats)
         with timed(stats, "choose"):
             verifier.feed(scored)
             verify = self._decided(verifier, scored, stats)
         with timed(stats, "commit"):
-            return _run(self.back, program, partial(program.from_scores, verify, scored), stats, verifier.key)
+            key = self.front.keys, verifier.key
+            return _run(self.back, program, partial(program.from_scores, verify, scored), stats, key)
 
     def _decided(self, verifier: FedVerifier, scored: Scored, stats: Stats) -> Verify:
         """The part of the verdict behind the host's."""
@@ -275,8 +280,8 @@ class FedTreeGraph(FedGraph):
     """A third graph between these chooses tokens at the tree's nodes. The host reads them, corrects what is not allowed
     by further replays, with the masks of the nodes that it reached, and brings them back."""
 
-    def __init__(self, program: RoundProgram) -> None:
-        super().__init__(program)
+    def __init__(self, program: RoundProgram, front: Captured[Marked[Scored]] | None = None) -> None:
+        super().__init__(program, front)
         self.middle: Captured[Marked[Tensor]] = Captured()
         self.choices: tuple[Tensor, Tensor] | None = None
         """Tokens, parents and picks [3, B, N] of the tree, where graphs write and read them and where the host does."""
@@ -293,7 +298,7 @@ class FedTreeGraph(FedGraph):
             if self.front.graph is None:  # a graph could not read these scores again
                 choose()
             else:
-                _run(self.middle, self.program, choose, stats, verifier.key)
+                _run(self.middle, self.program, choose, stats, (self.front.keys, verifier.key))
             return here.copy_(there)
 
         verifier.decide(scored, chosen)
@@ -356,16 +361,17 @@ def place_of(program: RoundProgram, verifier: Verifier) -> Place:
     return Place.HOST
 
 
-def schedule_of(program: RoundProgram, verifier: Verifier) -> Schedule:
-    """Schedule of a program's rounds with a verifier: the table above."""
+def schedule_of(program: RoundProgram, verifier: Verifier, others: Iterable[Schedule] = ()) -> Schedule:
+    """Schedule of a program's rounds with a verifier, the table above, beside `others` of the same rows."""
     if not program.target.captures:
         return Eager(program)
     decides = place_of(program, verifier)
     if program.place is Place.DEVICE:
-        kinds: dict[Place, Callable[[RoundProgram], Schedule]]
-        fed = FedGraph if program.longest == 1 else FedTreeGraph
-        kinds = {Place.DEVICE: WholeGraph, Place.FED: fed, Place.HOST: SplitGraph}
-        return kinds[decides](program)
+        if decides is Place.DEVICE:
+            return WholeGraph(program)
+        kind = SplitGraph if decides is Place.HOST else FedGraph if program.longest == 1 else FedTreeGraph
+        fronts = (each.front for each in others if isinstance(each, Halves) and each.program is program)
+        return kind(program, next(fronts, None))
     return GraphFromScore(program) if decides is Place.DEVICE and not program.draws else GraphOfScore(program)
 
 
