@@ -77,6 +77,8 @@ class OpenTurns(ABC):
     verifies: ClassVar[bool] = False
     """True where prompts may bring an answer of another model (`VerifyingRounds`)."""
 
+    @torch.inference_mode(False)  # the thread of the turns writes to what is made here
+    @torch.no_grad()
     def __init__(
         self,
         model: Any,

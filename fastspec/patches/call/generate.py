@@ -127,20 +127,21 @@ def _decode(
     made: Prepared,
 ) -> Any:
     """Function that `generate` calls in place of its own loop, with what it has made of its arguments."""
-    # here and not before: a streamer was given the prompt, and a subclass may have prepared the model in its own way
-    mode = session.mode(model)
-    ops = session.ops(model, mode)
-    if session.pack(model, mode, ops):
-        mode = session.mode(model)  # where the weights lie now is in the key of the call's engine
-    session.tell_mode(mode)
-    try:
-        refuse_prepared(made.config, made.inputs, model.config.is_encoder_decoder)
-        call = Call(plan_call(model, session, decoding, given, made, mode, ops), begun)
-        refused = None
-    except Unsupported as reason:
-        refused = reason
-    if step.agree(refused is None):
-        return call.run()
+    with torch.inference_mode(False), torch.no_grad():  # what one call makes is written to in others, of any mode
+        # here and not before: a streamer was given the prompt, and a subclass may have prepared the model in its own way
+        mode = session.mode(model)
+        ops = session.ops(model, mode)
+        if session.pack(model, mode, ops):
+            mode = session.mode(model)  # where the weights lie now is in the key of the call's engine
+        session.tell_mode(mode)
+        try:
+            refuse_prepared(made.config, made.inputs, model.config.is_encoder_decoder)
+            call = Call(plan_call(model, session, decoding, given, made, mode, ops), begun)
+            refused = None
+        except Unsupported as reason:
+            refused = reason
+        if step.agree(refused is None):
+            return call.run()
     refused = refused or Unsupported(
         "another process, which holds a part of the model, cannot serve its part of the call"
     )
