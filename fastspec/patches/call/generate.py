@@ -128,7 +128,7 @@ def _decode(
 ) -> Any:
     """Function that `generate` calls in place of its own loop, with what it has made of its arguments."""
     with torch.inference_mode(False), torch.no_grad():  # what one call makes is written to in others, of any mode
-        # here and not before: a streamer was given the prompt, and a subclass may have prepared the model in its own way
+        # here and not before: a streamer was given the prompt, and a subclass may have prepared the model in its way
         mode = session.mode(model)
         ops = session.ops(model, mode)
         if session.pack(model, mode, ops):
