@@ -6,11 +6,13 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import groupby
 from typing import Any, Literal
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils import chat_parsing
+from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
 
 from fastspec.cascade.decisions import Visit
 from fastspec.generation.verify import TokenLogprob
@@ -136,6 +138,14 @@ def _as_text(name: str, spec: dict[str, Any]) -> dict[str, Any]:
     return {**found, **plain, "transform": {"opening": "{opening}", "text": "{content}"}}
 
 
+@lru_cache(8)
+def _plain(template: str, tools: bool) -> ResponseTemplate:
+    """A response template, with calls of tools or without, whose fields' values are their texts."""
+    found = parse(template)
+    fields = {name: _as_text(name, spec) for name, spec in found["fields"].items() if tools or name != "tool_calls"}
+    return load_response_template({**found, "fields": fields})
+
+
 class ResponseParser:
     """Parser of an answer's text by a response template, whatever pieces it comes in.
 
@@ -153,9 +163,7 @@ class ResponseParser:
         most: int | None = None,
     ) -> None:
         self.template, self.tokenizer, self.tools, self.most = template, tokenizer, tools, most
-        fields = {name: spec for name, spec in template["fields"].items() if tools or name != "tool_calls"}
-        plain = {name: _as_text(name, spec) for name, spec in fields.items()}
-        self.parser = chat_parsing.ResponseParser({**template, "fields": plain}, prefix=prompt)
+        self.parser = chat_parsing.ResponseParser(_plain(json.dumps(template), bool(tools)), prefix=prompt)
         self.called = 0
         self.blanks: dict[type[Content] | type[Reasoning], str | None] = {Content: None, Reasoning: None}
         """Blanks at the end of what was given, which are left out if nothing follows; None before anything was."""

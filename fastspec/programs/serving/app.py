@@ -20,10 +20,12 @@ from importlib.resources import files
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 from transformers.utils import logging as transformers_logging
 
 from fastspec.errors import Unsupported
@@ -131,49 +133,50 @@ def build_app(
     server = Server(served, tokenizer, name, limits or Limits(), {} if head is None else {"head": head})
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         log.info("serving %s", ", ".join(f"{name} {value}" for name, value in server.info.items()))
         yield
         server.close()
 
-    app = FastAPI(lifespan=lifespan)
-    for path, (route, form) in ANSWERED.items():
-        app.add_api_route(path, _answering(partial(_answer, server, route, form)), methods=["POST"])
-    for path, told in TOLD.items():
-        app.add_api_route(path, _answering(partial(_tell, server, told)), methods=["POST"])
     owned = {"object": "model", "created": server.since, "owned_by": "fastspec"}
     only = {"id": name, **owned, "max_model_len": served.max_length}
 
-    @app.get("/v1/models")
-    async def models() -> JSONResponse:
+    async def models(request: Request) -> JSONResponse:
         return JSONResponse({"object": "list", "data": [only]})
 
-    @app.get("/v1/models/{asked:path}")
-    async def model(asked: str) -> JSONResponse:
+    async def model(request: Request) -> JSONResponse:
+        asked = request.path_params["asked"]
         if asked != name:
             return _failed(unknown_model(asked, name), "", "/v1/models")
         return JSONResponse(only)
 
-    @app.get("/health")
-    async def health() -> JSONResponse:
+    async def health(request: Request) -> JSONResponse:
         reason = server.ill()
         if reason is not None:
             return JSONResponse({"status": "unhealthy", "reason": reason}, 503)
         return JSONResponse({"status": "ok"})
 
-    @app.get("/metrics")
-    def metrics_page() -> Response:
+    def metrics_page(request: Request) -> Response:
         return Response(generate_latest(server.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    if page:
-        text = files("fastspec.programs.serving").joinpath("page.html").read_bytes().decode()
-        headers = PAGE_HEADERS | {"Content-Security-Policy": policy_of(text)}
-        app.add_api_route(PAGE, lambda: HTMLResponse(text, headers=headers), methods=["GET"])
-
-    @app.exception_handler(HTTPException)  # starlette's own, of a route that has no such method
     async def refused(request: Request, error: HTTPException) -> JSONResponse:
         told = error_on(request.url.path, str(error.detail), error.status_code)
         return JSONResponse(told, error.status_code, error.headers)
+
+    app = Starlette(lifespan=lifespan)
+    app.add_exception_handler(HTTPException, refused)  # of a route that has no such method
+    for path, (route, form) in ANSWERED.items():
+        app.add_route(path, _answering(partial(_answer, server, route, form)), methods=["POST"])
+    for path, told in TOLD.items():
+        app.add_route(path, _answering(partial(_tell, server, told)), methods=["POST"])
+    app.add_route("/v1/models", models)
+    app.add_route("/v1/models/{asked:path}", model)
+    app.add_route("/health", health)
+    app.add_route("/metrics", metrics_page)
+    if page:
+        text = files("fastspec.programs.serving").joinpath("page.html").read_bytes().decode()
+        headers = PAGE_HEADERS | {"Content-Security-Policy": policy_of(text)}
+        app.add_route(PAGE, lambda request: HTMLResponse(text, headers=headers))
 
     return RequestMiddleware(app, (*((PAGE,) if page else ()), *PATHS), server.limits.body, api_key, origins)
 
@@ -215,12 +218,19 @@ async def _answer(server: Server, route: Route, kind: type[Form], name: str, bod
     answers = await server.ask(asked)
     form = kind(answers.asked, server.name, answers.prompt_tokens)
     if answers.asked.stream:
-        return StreamingResponse(_stream(answers, form), media_type="text/event-stream")
+        return Streamed(_stream(answers, form), media_type="text/event-stream")
     found: list[list[Event]] = [[] for _ in range(answers.asked.count)]
     async for part in answers.events():
         for index, event in part:
             found[index].append(event)
     return JSONResponse(form.whole(found))
+
+
+class Streamed(StreamingResponse):
+    """Response in parts that waits for no word of its client's going, since `RequestMiddleware` does."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.stream_response(send)
 
 
 async def _stream(answers: ServedAnswers, form: Form) -> AsyncIterator[str]:

@@ -249,7 +249,8 @@ class Server:
         self.calls, self.chat_template = call_form(self.template, tokenizer), chat_template(tokenizer)
         self.special, self.names = frozenset(tokenizer.all_special_ids), TokenNames(tokenizer)
         self.since = int(time.time())
-        self.reading = ThreadPoolExecutor(16, "fastspec-prompts")
+        self.reading = ThreadPoolExecutor(4, "fastspec-prompts")
+        """Threads that read requests: more would read all of a burst together, and the rounds wait for the first."""
         self.making = ThreadPoolExecutor(1, "fastspec-stop-strings")
         """Of stop strings: one request's at a time, for that takes Python's time from all others."""
         self.compiling = ThreadPoolExecutor(2, "fastspec-grammars")
@@ -326,8 +327,8 @@ class Server:
         self, answers: ServedAnswers, index: int, prompt: ReadPrompt, config: Any, scored: list[TokenLogprob]
     ) -> None:
         """Ask the batch for one answer; where it has no token it is there at once."""
-        asked, reader = answers.asked, self._reader(answers.asked, prompt)
-        ends = end_tokens(config, self.batch.model.generation_config)
+        asked, ends = answers.asked, end_tokens(config, self.batch.model.generation_config)
+        reader = self._reader(asked, prompt, ends)
         reason = partial(finish_reason, config, ends, self.tokenizer, asked.stop)
         echo = reader.echo(prompt.text, prompt.ids, scored) if asked.echo else []
         rounds = RoundNames(self.tokenizer, self.names) if asked.rounds else None
@@ -400,19 +401,18 @@ class Server:
             raise Refused(f"the model's chat template: {type(error).__name__}: {error}") from error
         return ReadPrompt(text, self.ids(text, special=False))
 
-    def _reader(self, asked: AnswerRequest, prompt: ReadPrompt) -> AnswerReader:
+    def _reader(self, asked: AnswerRequest, prompt: ReadPrompt, ends: frozenset[int]) -> AnswerReader:
         names, structure = self.names if asked.logprobs is not None else None, asked.structure
         if structure is not None and structure.calls:
             calls = reading.CallsParser(structure.tool)
             return AnswerReader(self.tokenizer, calls, self.special, asked.stop, names)
         if asked.prompts or self.template is None or (structure is not None and not structure.opening):
             return AnswerReader(self.tokenizer, None, stop=asked.stop, names=names)
-        ends = end_tokens(asked.config, self.batch.model.generation_config) & self.special
         begun = prompt.text if structure is None else ""  # a structure begins with the answer's first token
         most = None if asked.parallel else 1
         parser = reading.ResponseParser(self.template, self.tokenizer, asked.tools, begun, most)
         either = parser if structure is None else reading.StructureParser(structure.opening, parser)
-        return AnswerReader(self.tokenizer, either, ends, asked.stop, names)
+        return AnswerReader(self.tokenizer, either, ends & self.special, asked.stop, names)
 
     def ids(self, text: str, special: bool) -> list[int]:
         """The tokens of a text. Raises Refused for one that is far too long, by its first ones."""
