@@ -391,7 +391,7 @@ def head_bits() -> str:
 
 def stored_row(weights: str, method: str, bits: int | None = None) -> Row:
     """The row of an 8B shape with weights stored so, one row."""
-    wanted = {"shape": "llama-8b", "weights": weights, "batch": 1}
+    wanted = {"shape": "llama-8b", "weights": weights, "batch": 1, "nodes": 60 if method == "eagle3" else 1}
     return one("stored_h200", method=method, head_bits=bits, **wanted)
 
 

@@ -63,6 +63,7 @@ def test_aims_of_stored_products_stand_beside_their_rows(script: Any) -> None:
         (f"{1000 / ms('int8'):.0f} / {1000 / ms('fp8'):.0f}", "390"),
         (f"{ms('int8', nodes=60):.2f} / {ms('fp8', nodes=60):.2f}", "4.1"),
         (f"{1000 / ms('gptq'):.0f}", "530"),
+        (f"{ms('gptq', nodes=16):.2f} / {ms('gptq', nodes=24):.2f}", "3.1"),
         (f"{1000 / ms('nf4'):.0f}", "470"),
         (f"{1000 / ms('mxfp4', shape='gpt-oss-20b'):.0f}", "520"),
         (" / ".join(f"{many(rows):.2f}" for rows in (8, 32, 128)), "1.3 / 1.15 / 1"),

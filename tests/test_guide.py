@@ -146,6 +146,8 @@ def test_figures_of_times_are_those_of_their_rows() -> None:
         held("../performance/expect.md", said.format(*pair))
     ratio = one("oracle_h200.jsonl", "over_plain", shape="qwen3.6-35b-a3b", tree="auto")
     held("../performance/expect.md", f"made {ratio:.2f} times the tokens a second of")
+    ratio = one("oracle_h200.jsonl", "over_plain", shape="qwen3.5-9b", tree="auto")
+    held("../performance/expect.md", f"of Qwen3.5-9B's shape {ratio:.2f} times")
     cold, warm = (
         one("first_call_h100.jsonl", "first_token", shape="llama-8b", assistant="eagle3", caches=caches)
         for caches in ("cold", "warm")
