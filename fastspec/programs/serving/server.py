@@ -26,6 +26,7 @@ from fastspec.programs.serving.metrics import Metrics, told_of
 from fastspec.programs.serving.middleware import LET_GO
 from fastspec.programs.serving.requests import NO_DRAFTS, AnswerRequest, Limits, Refused, Route, read
 from fastspec.programs.serving.structured import call_form, chat_template, check, folded, response_template, takes_notes
+from fastspec.programs.serving.tokenized import TokenizedTexts
 from fastspec.programs.serving.wire import Mail, all_of
 
 LONG = 16
@@ -248,6 +249,7 @@ class Server:
         self.template, self.takes_notes = response_template(tokenizer, batch.model.config), takes_notes(tokenizer)
         self.calls, self.chat_template = call_form(self.template, tokenizer), chat_template(tokenizer)
         self.special, self.names = frozenset(tokenizer.all_special_ids), TokenNames(tokenizer)
+        self.texts = TokenizedTexts(tokenizer)
         self.since = int(time.time())
         self.reading = ThreadPoolExecutor(4, "fastspec-prompts")
         """Threads that read requests: more would read all of a burst together, and the rounds wait for the first."""
@@ -420,7 +422,9 @@ class Server:
 
         def ids(text: str) -> list[int]:
             try:
-                found: list[int] = self.tokenizer(text, add_special_tokens=special)["input_ids"]
+                if not special:
+                    return self.texts.ids(text)
+                found: list[int] = self.tokenizer(text)["input_ids"]
             except (TypeError, ValueError) as error:  # half of a character, say, that a template has made
                 raise Refused(f"the prompt cannot be tokenized: {error}") from error
             return found

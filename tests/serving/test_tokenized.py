@@ -1,0 +1,126 @@
+"""Tokens of a text are those of the tokenizer, whatever texts came before."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from fastspec.programs.serving import tokenized
+from fastspec.programs.serving.tokenized import TokenizedTexts
+
+SPECIAL = "<|begin|>", "<|end|>", "<|end|><|begin|>"
+OTHERS = (
+    AddedToken("<tool>", normalized=False, special=False),
+    AddedToken("<left>", normalized=False, lstrip=True),
+    AddedToken("<right>", normalized=False, rstrip=True),
+    AddedToken("word", normalized=False, single_word=True),
+    AddedToken("Normal", normalized=True, special=False),
+    AddedToken("|end|><|be", normalized=False, special=False),  # begins within another
+)
+PIECES = [
+    *SPECIAL,
+    *map(str, OTHERS),
+    " ",
+    "\n",
+    "  two",
+    "NORMAL normal",
+    "é",
+    "a",
+    "begin",
+    "<",
+    "|",
+    ">",
+    "longer words of a text",
+]
+
+
+def made(kind: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes, or of words that begin with a blank, at the start of a text or of every part."""
+    whole = Tokenizer(models.BPE(unk_token="?"))
+    if kind == "bytes":
+        whole.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+        whole.decoder = decoders.ByteLevel()
+    elif kind == "legacy":
+        whole.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        whole.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind)
+        whole.normalizer = normalizers.Lowercase()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["?"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    whole.train_from_iterator(PIECES * 3, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=whole, unk_token="?")
+    tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
+    tokenizer.add_tokens(list(OTHERS))
+    return tokenizer
+
+
+TOKENIZERS = {kind: made(kind) for kind in ("bytes", "legacy", "first", "always", "never")}
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@given(st.lists(st.lists(st.sampled_from(PIECES), max_size=12), min_size=1, max_size=6))
+def test_tokens_are_those_of_the_tokenizer_behind_every_beginning(kind: str, turns: list[list[str]]) -> None:
+    tokenizer = TOKENIZERS[kind]
+    texts = TokenizedTexts(tokenizer)
+    talk = ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenized, "SHORT", 0)
+        for turn in turns:
+            talk += "".join(turn)
+            for _ in range(2):
+                assert texts.ids(talk) == tokenizer(talk, add_special_tokens=False)["input_ids"]
+
+
+class Counted:
+    """A tokenizer that counts the characters that it is given."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.own, self.count = tokenizer, 0
+
+    def __getattr__(self, name: str):
+        return getattr(self.own, name)
+
+    def __call__(self, text: str, **options):
+        self.count += len(text)
+        return self.own(text, **options)
+
+
+def test_a_chat_is_tokenized_from_its_last_turn_on():
+    tokenizer = Counted(TOKENIZERS["bytes"])
+    texts, talk = TokenizedTexts(tokenizer), ""
+    for turn in range(8):
+        talk += f"<|begin|>user {turn}: {'longer words ' * 400}<|end|><|begin|>assistant"
+        tokenizer.count = 0
+        assert texts.ids(talk) == tokenizer.own(talk, add_special_tokens=False)["input_ids"]
+        assert tokenizer.count < 6000
+        talk += " an answer<|end|>"
+
+
+def test_little_is_kept_and_the_oldest_goes_first(monkeypatch):
+    monkeypatch.setattr(tokenized, "MOST", 3000)
+    texts = TokenizedTexts(TOKENIZERS["bytes"])
+    talks = [f"<|begin|>{number} {'longer words ' * 300}<|end|>" for number in range(8)]
+    for talk in talks:
+        texts.ids(talk)
+    assert texts.count == sum(map(len, texts.known.values())) <= 3000 and 0 < len(texts.known) < len(talks)
+    held = [threading.Thread(target=lambda: [texts.ids(talk) for talk in talks]) for _ in range(4)]
+    [each.start() for each in held]
+    [each.join() for each in held]
+    assert texts.count == sum(map(len, texts.known.values())) <= 3000
+
+
+def test_a_tokenizer_in_python_tokenizes_whole_texts():
+    class Slow:
+        is_fast = False
+
+        def __call__(self, text, add_special_tokens):
+            return {"input_ids": [ord(each) for each in text]}
+
+    talk = "<|begin|>a" * 1000
+    assert TokenizedTexts(Slow()).ids(talk) == [ord(each) for each in talk]
