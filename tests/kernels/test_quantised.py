@@ -3,6 +3,7 @@ float64 of what they dequantise to."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -208,6 +209,26 @@ def test_weights_side_by_side(device, layouts, kind):
     wanted = torch.cat(parts, -1) if kind is None else opened(parts[0], kind) * parts[1]
     for module in (kernel, reference):
         assert torch.allclose(module.linears(x, weights, biases, kind), wanted, atol=1e-3)
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("kind", [None, SILU], ids=str)
+@pytest.mark.parametrize("differ", ["lines of a scale", "dtype of scales"])
+def test_a_gate_and_an_up_part_whose_scales_differ(device, differ, kind, monkeypatch):
+    """A program reads scales of both at the same places, and by one dtype: such parts are multiplied one by one. Side
+    by side each weight has its own lines."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        lines = (1, 16) if differ == "lines of a scale" else (1, 1)
+        gate, up = (float8((each, 32), 32, 64, torch.float32)[0] for each in lines)
+        if differ == "dtype of scales":
+            up = replace(up, scales=up.scales.half())
+        x = torch.randn(3, 64)
+    together, multiply = [], kernel._multiply
+    monkeypatch.setattr(kernel, "_multiply", lambda *given: together.append(len(given[1])) or multiply(*given))
+    got, wanted = (module.linears(x, [gate, up], [None, None], kind) for module in (kernel, reference))
+    assert torch.allclose(got, wanted, atol=1e-3)
+    assert together == ([2] if differ == "lines of a scale" and kind is None else [1, 1])
 
 
 def test_what_does_not_fit_is_refused():

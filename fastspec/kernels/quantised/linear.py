@@ -331,6 +331,7 @@ class StoredForm(NamedTuple):
 
     kind: Codes
     depth: int
+    scales: torch.dtype
     zeros: torch.dtype | None
     group: int
     spread: bool
@@ -344,6 +345,7 @@ class StoredForm(NamedTuple):
         return cls(
             weight.kind,
             depth,
+            weight.scales.dtype,
             None if weight.zeros is None else weight.zeros.dtype,
             min(group, depth),
             weight.groups is not None or (group < depth and group % step_of(weight) != 0),
@@ -432,11 +434,13 @@ def linear_parts(x: Tensor, weights: Sequence[StoredWeight], biases: Sequence[Te
 def linears(
     x: Tensor, weights: Sequence[StoredWeight], biases: Sequence[Tensor | None], kind: Activation | None = None
 ) -> Tensor:
-    """`reference.linears`: one launch of weights of one form."""
+    """`reference.linears`: one launch of weights of one form. Hopper's kernels read scales of a gate and an up part at
+    the same places: parts with other numbers of lines a scale are multiplied one by one."""
     rows = min(served(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
     forms = {StoredForm.of(weight, bias) for weight, bias in zip(weights, biases, strict=True)}
     channels = [weight.shape[0] for weight in weights]
-    if not rows or len(forms) > 1 or (kind is not None and channels[0] != channels[1]):
+    gates = {(weight.shape[0], weight.block[0]) for weight in weights if kind is not None}
+    if not rows or len(forms) > 1 or len(gates) > 1:
         return partial(linear_reference.linears, product=linear)(x, weights, biases, kind)  # type: ignore[arg-type]
     out = x.new_empty(*x.shape[:-1], sum(channels) if kind is None else channels[0])
     _multiply(x.reshape(rows, -1), weights, biases, out, kind)
