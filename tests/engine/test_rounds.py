@@ -179,6 +179,22 @@ def test_a_prompt_that_cannot_be_read_is_refused_and_others_go_on(late):
     assert engine.admitted == [(1, 1, [3], 3)] and rounds.joining is None and batch.stats.joined == 1
 
 
+@pytest.mark.parametrize("room", [None, 3])
+def test_what_a_running_row_raises_while_a_prompt_joins_is_the_turns_error(monkeypatch, room):
+    """The prompt is not refused for it, read whole or in parts."""
+    batch: Any = Waiting(2, 5)
+    batch.running[0] = True
+    rounds, engine = made(batch, room)
+
+    def interrupt() -> None:
+        raise LookupError("a row's own storage")
+
+    monkeypatch.setattr(engine, "interrupt", interrupt)
+    with pytest.raises(LookupError, match="own storage"):
+        rounds.turn()
+    assert batch.log == [("next", 1, 0)] and engine.admitted == []
+
+
 def test_a_prompt_that_cannot_begin_is_refused_by_its_number():
     batch: Any = Waiting(1, 5)
     batch.queue = deque([(6, 5)])

@@ -339,3 +339,18 @@ def test_no_row_stands_idle_where_someone_waits_for_each_answer_or_nothing_else_
     rounds, _ = capturing(batch)
     rounds.turn()
     assert batch.stats.joined == 3
+
+
+def test_what_a_running_row_raises_while_prompts_join_is_the_turns_error(monkeypatch):
+    """It is raised once: the prompts are not read again one by one, nor refused."""
+    batch: Any = Waiting(3, 4, 4)
+    batch.running[0] = True
+    rounds, engine = capturing(batch)
+
+    def interrupt() -> None:
+        raise LookupError("a row's own storage")
+
+    monkeypatch.setattr(engine, "interrupt", interrupt)
+    with pytest.raises(LookupError, match="own storage"):
+        rounds.turn()
+    assert engine.counts == [2] and outcomes(batch) == [] and batch.reads_together

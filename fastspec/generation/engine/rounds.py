@@ -173,7 +173,7 @@ class Rounds(Generic[TargetT]):
 
     def _read(self, room: int | None) -> int:
         """Read up to `room` tokens of one prompt, or of several -> how many; the batch hears of what fails. What the
-        drafter has not heard it hears while the device reads."""
+        drafter has not heard it hears while the device reads: an error of that is the turn's, and refuses no prompt."""
         if self.joining is not None:
             return self._read_alone((self.joining.row, self.joining.prompt, self.joining.ids), room)
         batch = self.batch
@@ -225,14 +225,19 @@ class Rounds(Generic[TargetT]):
                 self.batch.give_away(joining.row)
             if count:
                 joining.read(count)
-            self.engine.interrupt()
-            if not joining.left:
-                count += self._arrive(joining, first)
-            return count
         except Exception as error:
-            self.joining = None
-            self.batch.refuse(waiting[1], error)
-            return 0
+            return self._refuse(waiting, error)
+        self.engine.interrupt()
+        try:
+            return count if joining.left else count + self._arrive(joining, first)
+        except Exception as error:
+            return self._refuse(waiting, error)
+
+    def _refuse(self, waiting: Waiting, error: Exception) -> int:
+        """Refuse a prompt that is read alone -> none of its tokens were read."""
+        self.joining = None
+        self.batch.refuse(waiting[1], error)
+        return 0
 
     def _arrive(self, joining: Joining, first: tuple[Tensor, Tensor] | None) -> int:
         """Give a prompt that was read whole its row -> the tokens that were read besides."""
@@ -254,9 +259,9 @@ class Rounds(Generic[TargetT]):
                 self.batch.give_away(row)
             target, drafter = self.entry(len(taken))
             logits, features = target.prefill(ids, counts)
-            self.engine.interrupt()
         except Exception as error:
             return self._one_by_one([(each, None) for each in taken], error)
+        self.engine.interrupt()
         firsts = [
             self._first(each, logits[place : place + 1], counts[place : place + 1]) for place, each in enumerate(taken)
         ]
