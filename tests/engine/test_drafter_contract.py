@@ -82,6 +82,12 @@ def test_what_only_a_derived_class_may_have_is_named_too(name):
         adopt(kind(), may_draw=False)
 
 
+def test_helpers_of_its_own_are_a_drafters_own_affair():
+    """By any name that no drafter here has, which nobody but the drafter itself calls."""
+    kind = type("Helped", (Least,), dict.fromkeys(("learn", "take", "join", "rest", "static", "look_up"), print))
+    assert isinstance(adopt(kind(), may_draw=False), Drafter)
+
+
 @pytest.mark.parametrize("name", ["joins", "reading", "continuous"])
 def test_a_decoding_that_says_more_derives_from_decoding(name):
     with pytest.raises(Unsupported, match=f"'least' has {name}: derive it from fastspec.Decoding"):

@@ -383,7 +383,7 @@ OPTIONAL = (
     *("ends", "reserve", "digest", "mix"),
     *(name for name, each in vars(Drafter).items() if inspect.isfunction(each) and name not in METHODS),
 )
-"""Methods that are refused on a plain three-method drafter: nobody would call them."""
+"""Methods that are refused on a plain three-method drafter: nobody would call them. Any other name is its own."""
 
 
 class Adopted(Drafter):
