@@ -26,7 +26,6 @@ ordered_hopper.py is `_runs` and `_chain` for long texts on Hopper.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -35,6 +34,7 @@ from fastspec.kernels.attention.layout import attention_layout as tree_layout
 from fastspec.kernels.attention.ordered_chain import LONG_CHAIN, chain_attention
 from fastspec.kernels.attention.ordered_sums import FEW_HEADS, OrderedLaunch, OrderedPass, runs_of
 from fastspec.kernels.attention.ordered_tree import nodes_attention, paths_of
+from fastspec.kernels.attention.reference import Span
 from fastspec.kernels.launch import is_hopper
 
 SHORT, CROWDED = 512, 100_000
@@ -58,11 +58,20 @@ class OrderedLayout:
 
 
 def attention_layout(
-    prefix: Tensor, words: Tensor | None, nodes: int, tail: int, *more: Any, **options: Any
+    prefix: Tensor,
+    words: Tensor | None,
+    nodes: int,
+    tail: int,
+    extent: int,
+    group: int = 1,
+    *,
+    span: Span | None = None,
+    depths: Tensor | None = None,
+    ring: int | None = None,
 ) -> OrderedLayout:
     """`layout.attention_layout` of trees in which parents come before their children: what a node sees of the tail
     stands at the positions after the prefix, in the order of the slots."""
-    tree = tree_layout(prefix, words, nodes, tail, *more, **options)
+    tree = tree_layout(prefix, words, nodes, tail, extent, group, span=span, depths=depths, ring=ring)
     if tree.chain or words is None or nodes == tail == 1:  # a tree of its root is a chain
         return OrderedLayout(tree, None, None)
     return OrderedLayout(tree, *paths_of(words, nodes, tail))

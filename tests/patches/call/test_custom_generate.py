@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import runpy
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from helpers.generate import TREE, prompts
 from helpers.models import tiny_head, tiny_model
 
 import fastspec
+from fastspec.cascade import config
 from fastspec.generation.engine.engine import Engine
 from fastspec.patches.session import session_of
 
@@ -56,6 +58,14 @@ def test_settings_of_a_patch_are_those_of_the_call(model, monkeypatch):
     given = dict.fromkeys(names - {"backend"}) | {"backend": "torch", "stored": True, "head_bits": 16}
     model.generate(**prompts(6), **OPTIONS, **given)
     assert asked == [given]
+
+
+def test_lists_of_what_a_patch_takes_are_its_parameters():
+    """Those of a cascade's stages, and of the folder's file, which stands alone; settings have the same names there."""
+    names = set(inspect.signature(fastspec.patch).parameters) - {"model", "assistant"}
+    alone = runpy.run_path(str(Path(fastspec.CUSTOM_GENERATE) / "custom_generate" / "generate.py"))
+    assert set(alone["RESOURCES"]) == names == {*config.RESOURCES, "cascade"}
+    assert alone["SETTINGS"] == config.SETTINGS
 
 
 def test_what_cannot_be_combined_is_refused(model):
