@@ -6,6 +6,7 @@ from __future__ import annotations
 import builtins
 import inspect
 import re
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,8 @@ from fastspec.kernels.quantised.hopper import operands_of
 from fastspec.kernels.quantised.reference import StoredWeight
 
 Words = NDArray[Any]
+Copy = tuple[Words, Words, Words]
+"""Places in shared memory, the bytes that come there, and the warps that asked."""
 
 
 class Memory:
@@ -131,23 +134,64 @@ OPS: dict[str, Callable[..., Any]] = {
 }
 
 
+ALL, NONE = -1, -2
+"""Warps that may read a byte of shared memory, where that is no single one."""
+
+
 class Threads:
-    """Threads of a program and their shared memory, which begins as bytes that are no numbers."""
+    """Threads of a program and their shared memory, which begins as bytes that nobody may read.
+
+    What a warp stores the others may read after the next barrier of all. Where a copy comes nobody may read from when
+    it is asked for until its group was waited for and a barrier followed; its warp may then, and all after a barrier of
+    all.
+    """
 
     def __init__(self, count: int, memory: Memory, shared: int) -> None:
         self.count, self.memory, self.shared = count, memory, np.full(shared, 0xEE, np.uint8)
+        self.warp, self.reader = np.arange(count) // 32, np.full(shared, NONE)
+        self.asked: list[Copy] = []
+        """Copies of the group that is not committed yet."""
+        self.groups: deque[list[Copy]] = deque()
+        """Committed groups, the oldest first; as the threads' predicates are on copies alone, all have the same."""
+        self.waited: list[Copy] = []
 
     def load(self, at: Words) -> Words:
         assert (at % 4 == 0).all() and (at >= 0).all() and (at + 4 <= len(self.shared)).all()
-        return sum(self.shared[at + i].astype(np.uint32) << np.uint32(8 * i) for i in range(4))  # type: ignore[return-value]
+        found, own = np.zeros(at.shape, np.uint32), self.warp.reshape(at.shape)
+        for i in range(4):
+            reader = self.reader[at + i]
+            assert ((reader == ALL) | (reader == own)).all(), "a thread reads what it has not waited for"
+            found |= self.shared[at + i].astype(np.uint32) << np.uint32(8 * i)
+        return found
 
-    def store(self, at: Words, words: Words) -> None:
+    def ask(self, into: Words, of: Words, warp: Words) -> None:
+        """Ask for copies of 16 bytes from global memory, by threads of these warps."""
+        assert (into % 16 == 0).all() and (of % 16 == 0).all()
+        for i in range(16):
+            self.shared[into + i], self.reader[into + i] = 0xEE, NONE
+            self.asked.append((into + i, self.memory.octets[of + i], warp))
+
+    def wait(self, left: int) -> None:
+        """Wait for all groups but so many."""
+        assert left >= 0 and len(self.groups) <= left + 1, "more than the oldest stage is waited for"
+        while len(self.groups) > left:
+            self.waited += self.groups.popleft()
+
+    def meet(self, of_all: bool) -> None:
+        """A barrier of each warp, or of all."""
+        for into, octets, warp in self.waited:
+            self.shared[into], self.reader[into] = octets, warp
+        self.waited = []
+        if of_all:
+            self.reader[self.reader != NONE] = ALL
+
+    def store(self, at: Words, words: Words, warp: Words) -> None:
         assert (at % 4 == 0).all() and (at + 4 <= len(self.shared)).all()
         assert len(np.unique(at)) == len(np.unique(np.stack((at, words)), axis=1).T), (
             "threads store two words in a place"
         )
         for i in range(4):
-            self.shared[at + i] = words >> np.uint32(8 * i)
+            self.shared[at + i], self.reader[at + i] = words >> np.uint32(8 * i), warp
 
     def run(self, program: str, outs: int, given: Sequence[Words]) -> list[Words]:
         """What a program makes of its operands, which come behind its outputs."""
@@ -194,12 +238,14 @@ class Threads:
                     held[name] = np.where(is_on, words, held.get(name, words))
             elif op.startswith("st.shared"):
                 for i, name in enumerate(several[1]):
-                    self.store((place(names[0]) + 4 * i)[is_on], value(name)[is_on])
+                    self.store((place(names[0]) + 4 * i)[is_on], value(name)[is_on], self.warp[is_on])
             elif op.startswith("cp.async.cg"):
-                into, of = place(names[0])[is_on], place(names[1])[is_on]
-                assert (into % 16 == 0).all() and (of % 16 == 0).all()
-                for i in range(16):
-                    self.shared[into + i] = self.memory.octets[of + i]
+                self.ask(place(names[0])[is_on], place(names[1])[is_on], self.warp[is_on])
+            elif op == "cp.async.commit_group":
+                self.groups.append(self.asked)
+                self.asked = []
+            elif op == "cp.async.wait_group":
+                self.wait(int(names[0]))
             elif op.startswith("ldmatrix"):
                 rows, lane = place(names[1]).reshape(-1, 4, 8), np.arange(32)
                 for i, name in enumerate(several[0]):
@@ -207,7 +253,8 @@ class Threads:
             elif op.startswith("mma.sync"):
                 self.multiply(held, several, value)
             else:
-                assert op.startswith(("cp.async.", "bar."))
+                assert op in ("bar.warp.sync", "bar.sync")
+                self.meet(op == "bar.sync")
         return [held[f"${i}"] for i in range(outs)]
 
     def multiply(self, held: dict[str, Words], names: list[list[str]], value: Callable[[str], Words]) -> None:
