@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate
@@ -28,7 +29,7 @@ from helpers.vision import prompts_with_images, seeing
 from huggingface_hub import constants, file_download
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_layers import MtpModel
 from typer.testing import CliRunner
@@ -41,7 +42,7 @@ from fastspec.generation.drafters.head_drafter import EagleDrafter
 from fastspec.generation.drafters.tree_sizes import TreeSizes
 from fastspec.generation.heads.bound import DraftVocabulary
 from fastspec.generation.heads.rounded_linear import RoundedLinear, rounded_lines
-from fastspec.patches.assistants import mtp
+from fastspec.patches.assistants import mtp, smaller_heads
 from fastspec.patches.assistants.mtp import load_mtp
 from fastspec.patches.assistants.smaller_heads import read_list, with_vocabulary
 from fastspec.patches.backends import TORCH, counted
@@ -696,6 +697,37 @@ def as_gguf(ids: Tensor, path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_a_tokenizer_that_is_cached_in_part_is_said_to_be(
+    hub: Any, part: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers loads one of its vocabulary alone, without its added tokens."""
+    folder, letters = tmp_path / "own", {chr(code): code - 97 for code in range(97, 120)}
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+    (folder / "vocab.json").write_text(json.dumps({**letters, "<|endoftext|>": 23}))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    if not part:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.add_tokens(["<tool>"])
+        tokenizer.save_pretrained(folder)
+    asked, load = list[bool](), AutoTokenizer.from_pretrained
+    monkeypatch.setattr(
+        AutoTokenizer,
+        "from_pretrained",
+        lambda where, local_files_only, **given: (
+            asked.append(local_files_only) or load(where, local_files_only=True, **given)
+        ),
+    )
+    model = SimpleNamespace(config=SimpleNamespace(name_or_path=hub(folder, "a" * 40, "main")))
+    if part:
+        with pytest.warns(UserWarning, match="org/tiny is there in part, without tokenizer.json, .* or added_tokens"):
+            assert list(smaller_heads._special(model)) == [23]
+    else:
+        assert list(smaller_heads._special(model)) == [23, 24]
+    assert asked == [not part]  # what is missing may be on the hub
 
 
 @pytest.mark.parametrize("form", ["json", "ids.pt", "d2t.pt", "t2d.safetensors", "gguf"])

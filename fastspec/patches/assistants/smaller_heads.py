@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub import try_to_load_from_cache
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -75,8 +76,9 @@ def _special(model: Any) -> Iterable[int]:
     revision, failed = revision_of(model), Exception()
     for local in (True, False):
         try:
-            tokenizer = AutoTokenizer.from_pretrained(where, revision=revision, local_files_only=local)
-            break
+            if not local or _lists_added(where, revision):
+                tokenizer = AutoTokenizer.from_pretrained(where, revision=revision, local_files_only=local)
+                break
         except Exception as error:  # of any kind: a tokenizer may be anybody's, and here it chooses drafts alone
             failed = error
     else:
@@ -87,7 +89,24 @@ def _special(model: Any) -> Iterable[int]:
             stacklevel=2,
         )
         return ()
+    if not _lists_added(where, revision):
+        warnings.warn(
+            f"the tokenizer of {where} is there in part, without {', '.join(LISTS[:-1])} or {LISTS[-1]}, so the draft "
+            "vocabulary may lack added tokens; Mtp(draft_vocab=FILE) lists others",
+            stacklevel=2,
+        )
     return sorted({*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()})
+
+
+LISTS = "tokenizer.json", "tokenizer_config.json", "added_tokens.json"
+"""Files that list a tokenizer's added tokens. Transformers loads a tokenizer without, of a cache that has a part."""
+
+
+def _lists_added(where: str, revision: str | None) -> bool:
+    """True for a directory, and for a hub id of which the cache has such a file."""
+    return Path(where).expanduser().is_dir() or any(
+        isinstance(try_to_load_from_cache(where, name, revision=revision), str) for name in LISTS
+    )
 
 
 def read_list(path: Path, size: int) -> Tensor:
