@@ -19,6 +19,7 @@ OTHERS = (
     AddedToken("<left>", normalized=False, lstrip=True),
     AddedToken("<right>", normalized=False, rstrip=True),
     AddedToken("word", normalized=False, single_word=True),
+    AddedToken("begin", normalized=False, special=False),  # goes on with a word, which is then none
     AddedToken("Normal", normalized=True, special=False),
     AddedToken("|end|><|be", normalized=False, special=False),  # begins within another
 )
@@ -31,7 +32,6 @@ PIECES = [
     "NORMAL normal",
     "é",
     "a",
-    "begin",
     "<",
     "|",
     ">",
@@ -40,7 +40,8 @@ PIECES = [
 
 
 def made(kind: str) -> PreTrainedTokenizerFast:
-    """A tokenizer of bytes, or of words that begin with a blank, at the start of a text or of every part."""
+    """A tokenizer of bytes, or of words that begin with a blank, at the start of a text or of every part; "spelt" takes
+    special tokens for any text."""
     whole = Tokenizer(models.BPE(unk_token="?"))
     if kind == "bytes":
         whole.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
@@ -48,7 +49,7 @@ def made(kind: str) -> PreTrainedTokenizerFast:
     elif kind == "legacy":
         whole.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     else:
-        whole.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind)
+        whole.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first" if kind == "spelt" else kind)
         whole.normalizer = normalizers.Lowercase()
     trainer = trainers.BpeTrainer(
         vocab_size=400, special_tokens=["?"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
@@ -57,10 +58,11 @@ def made(kind: str) -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=whole, unk_token="?")
     tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
     tokenizer.add_tokens(list(OTHERS))
+    tokenizer.split_special_tokens = kind == "spelt"
     return tokenizer
 
 
-TOKENIZERS = {kind: made(kind) for kind in ("bytes", "legacy", "first", "always", "never")}
+TOKENIZERS = {kind: made(kind) for kind in ("bytes", "legacy", "first", "always", "never", "spelt")}
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
@@ -75,6 +77,32 @@ def test_tokens_are_those_of_the_tokenizer_behind_every_beginning(kind: str, tur
             talk += "".join(turn)
             for _ in range(2):
                 assert texts.ids(talk) == tokenizer(talk, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("first, second", [("word<|end|>", "wordbegin"), ("<|end|>", "<|begin|>")])
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_what_follows_a_beginning_may_change_it(kind: str, first: str, second: str, monkeypatch) -> None:
+    """As of a token that is one where no word goes on."""
+    monkeypatch.setattr(tokenized, "SHORT", 0)
+    tokenizer = TOKENIZERS[kind]
+    texts = TokenizedTexts(tokenizer)
+    for talk in (f"a {first}", f"a {second}", f"a {second}<|end|>", f"a {first}"):
+        assert texts.ids(talk) == tokenizer(talk, add_special_tokens=False)["input_ids"]
+
+
+def test_a_lone_surrogate_is_what_the_tokenizer_takes_it_for(monkeypatch) -> None:
+    monkeypatch.setattr(tokenized, "SHORT", 0)
+    tokenizer = TOKENIZERS["bytes"]
+    texts = TokenizedTexts(tokenizer)
+    texts.ids("a<|begin|>b<|end|>")
+    for talk in ("a<|begin|>b<|end|>\ud800", "\ud83d\ude00<|end|>b", "a<|begin|>b<|end|>"):
+        found = []
+        for read in (texts.ids, lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]):
+            try:
+                found.append(read(talk))
+            except Exception as error:
+                found.append(type(error))
+        assert found[0] == found[1]
 
 
 class Counted:

@@ -26,11 +26,16 @@ class TokenizedTexts:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder.values() if getattr(tokenizer, "is_fast", False) else ()
-        own = sorted((str(each) for each in added if not each.normalized), key=len, reverse=True)
-        self.pattern = re.compile("|".join(map(re.escape, own)) or r"(?!)")
+        own = {str(each): each for each in added if not each.normalized and str(each)}
+        self.pattern = re.compile("|".join(map(re.escape, sorted(own, key=len, reverse=True))) or r"(?!)")
         """The tokens that a text is divided at first, the longest one at a place."""
+        self.words = {name for name, each in own.items() if each.single_word}
+        """Those that are tokens where no word goes on before and behind them."""
+        spelt = bool(getattr(tokenizer, "split_special_tokens", False))
         self.divide = {
-            str(each) for each in added if not (each.normalized or each.lstrip or each.rstrip or each.single_word)
+            name
+            for name, each in own.items()
+            if not (each.lstrip or each.rstrip or each.single_word or (each.special and spelt))
         }
         self.known: OrderedDict[bytes, array[int]] = OrderedDict()
         """Digest of a text's beginning -> its tokens; those that were used last come last."""
@@ -54,11 +59,14 @@ class TokenizedTexts:
     def _beginnings(self, text: str) -> list[tuple[int, bytes]]:
         """Where a text may be divided, and the digest of what comes before."""
         digest, last, found = hashlib.blake2b(digest_size=16), 0, list[tuple[int, bytes]]()
+        hangs = 0  # the end of a word, which is a token by what follows it
         for match in self.pattern.finditer(text):
-            if match[0] in self.divide and match.start():
+            if match[0] in self.divide and match.start() != hangs:
                 digest.update(text[last : match.start()].encode("utf-8", "surrogatepass"))
                 last = match.start()
                 found.append((last, digest.digest()))
+            if match[0] in self.words:
+                hangs = match.end()
         return found
 
     def _longest(self, begins: list[tuple[int, bytes]]) -> tuple[array[int], int]:
