@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 
 import pytest
@@ -103,6 +104,16 @@ def test_a_lone_surrogate_is_what_the_tokenizer_takes_it_for(monkeypatch) -> Non
             except Exception as error:
                 found.append(type(error))
         assert found[0] == found[1]
+
+
+@given(
+    st.lists(st.text("<ab|.\\n ", min_size=1, max_size=60), min_size=1, max_size=12), st.text("<ab|.\\n ", max_size=80)
+)
+def test_a_pattern_finds_the_longest_word_at_a_place(words: list[str], text: str) -> None:
+    words += [" " * count for count in range(1, 60)]
+    plain = re.compile("|".join(map(re.escape, sorted(words, key=len, reverse=True))))
+    talk = text.join(words)
+    assert re.findall(tokenized._any_of(words), talk) == plain.findall(talk)
 
 
 class Counted:

@@ -7,12 +7,29 @@ import re
 import threading
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any
 
 SHORT = 2048
 """Characters of a text that is tokenized whole: that takes a millisecond."""
 MOST = 1 << 22
 """Tokens that are kept."""
+
+
+NESTED = 40
+"""Groups in each other of a pattern."""
+
+
+def _any_of(words: Iterable[str], depth: int = 0) -> str:
+    """A pattern of words, the longest at a place, which begin alike in one branch: tokenizers may have thousands."""
+    ends: dict[str, list[str]] = {}
+    for word in words:
+        ends.setdefault(word[:1], []).append(word[1:])
+    if depth == NESTED:
+        return f"(?:{'|'.join(map(re.escape, sorted(words, key=len, reverse=True)))})"
+    may_end = ends.pop("", None) is not None
+    branches = [re.escape(head) + _any_of(more, depth + 1) for head, more in ends.items()]
+    return f"(?:{'|'.join(branches)})" + "?" * may_end if branches else ""
 
 
 class TokenizedTexts:
@@ -27,7 +44,7 @@ class TokenizedTexts:
         self.tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder.values() if getattr(tokenizer, "is_fast", False) else ()
         own = {str(each): each for each in added if not each.normalized and str(each)}
-        self.pattern = re.compile("|".join(map(re.escape, sorted(own, key=len, reverse=True))) or r"(?!)")
+        self.pattern = re.compile(_any_of(own) if own else r"(?!)")
         """The tokens that a text is divided at first, the longest one at a place."""
         self.words = {name for name, each in own.items() if each.single_word}
         """Those that are tokens where no word goes on before and behind them."""
