@@ -37,6 +37,7 @@ ALLOWED = {  # layer -> (heavy packages, modules of fastspec) that it may import
             "distribution",
             "errors",
             "files",
+            "forks",
             "generation",
             "kernels",
             "models",

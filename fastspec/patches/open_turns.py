@@ -19,6 +19,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 from fastspec.devices import made_current
 from fastspec.errors import FastSpecError
+from fastspec.forks import at_fork
 from fastspec.generation.capture import SPENT
 from fastspec.generation.drafters.base import Decoding, HostDrafter, check_rows
 from fastspec.generation.engine.call import Request
@@ -129,6 +130,14 @@ class OpenTurns(ABC):
         if caches and (drafter is None or drafter.resumes or decoding.taps is None):
             self._prefixes.least = LEAST_CAPTURED if target.captures else LEAST
         self._thread = threading.Thread(target=self._run, name="fastspec-continuous", daemon=True)
+        at_fork(self)
+
+    def forked(self) -> None:
+        """Be over in a forked process, to which the thread of the turns does not come."""
+        self._changed = threading.Condition()
+        self._dead = self._dead or FastSpecError(
+            "this process was forked after fastspec.continuous: open the batch in the process that asks it"
+        )
 
     @abstractmethod
     def _read_prompt(self, sent: bytes) -> PreparedPrompt:

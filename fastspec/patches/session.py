@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fastspec.config import HeadBits
 from fastspec.devices import made_current
 from fastspec.errors import FastSpecError, PatchConflict, Unsupported
+from fastspec.forks import at_fork
 from fastspec.generation.decoder_layer import is_packed, unpack
 from fastspec.generation.drafters.policy import MeasuredCosts
 from fastspec.generation.drafters.tree_sizes import TreeSizes
@@ -133,6 +134,13 @@ class Turn:
     def __init__(self) -> None:
         self.lock, self.gate = threading.Lock(), threading.Lock()
         self.owner: int | None = None
+        at_fork(self)
+
+    def forked(self) -> None:
+        """Be free in a forked process, unless the thread that forked holds the turn."""
+        self.gate = threading.Lock()
+        if self.owner != threading.get_ident():
+            self.lock, self.owner = threading.Lock(), None
 
     def refuse_nested(self) -> None:
         """Raise Unsupported when this thread holds the turn already."""

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from helpers.captured import stand_in
+from helpers.captured import Recorded, stand_in
 from helpers.generate import TREE, prompts, shallow_model
 from helpers.models import tiny_head
 from helpers.open import made, texts
@@ -20,7 +20,7 @@ ASSISTANTS = [TREE, "nasd", "autoregressive"]
 
 @pytest.mark.parametrize("assistant", ASSISTANTS, ids=str)
 def test_calls_of_one_mode_follow_those_of_the_other(assistant, monkeypatch):
-    stand_in(monkeypatch)
+    stand_in(monkeypatch, Recorded)
     model = shallow_model()
     with fastspec.patched(model, eagle3=tiny_head(model)):
         wanted = model.generate(**prompts(5, 6, 3), **OPTIONS)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.captured import stand_in
+from helpers.captured import Recorded, stand_in
 from helpers.generate import TREE, shallow_model
 from helpers.open import GREEDY, Gate, alone, made, texts, told
 from torch import Tensor, nn
@@ -390,7 +390,7 @@ def test_a_batch_that_is_opened_under_autocast_runs_as_its_thread_does(rebuilt: 
 @pytest.mark.parametrize("change", ATTRIBUTES)
 def test_calls_whose_engines_are_kept_see_the_change(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the same engine serves calls behind which nothing has changed."""
-    stand_in(monkeypatch)
+    stand_in(monkeypatch, Recorded)
     plain, model = made()
     changed, (ids,) = copy.deepcopy(plain), texts(9)
     change(changed)

@@ -9,7 +9,10 @@ from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fastspec.generation import capture
 from fastspec.generation.drafters import head_drafter as drafter
@@ -77,6 +80,39 @@ class Fixed(Stand):
         if key == self.key and self.graph is None:
             self.kept = program
         return super().__call__(self.kept if key == self.key else program, key)
+
+
+class Recording(TorchDispatchMode):
+    """The operations of torch that a program runs, with their tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Any] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = op(*args, **(kwargs or {}))
+        if op is not torch.ops.aten._local_scalar_dense.default:  # references look for NaN on the CPU
+            self.made.append((op, args, kwargs or {}, out))
+        return out
+
+
+class Recorded(Stand):
+    """One that replays the operations of its capture, and none of the program's Python, as a graph does: what the
+    program would read of a changed model stays as it was."""
+
+    def __call__(self, program: Any, key: Any) -> Any:
+        if key != self.key or self.graph is None:
+            with Recording() as recording:
+                result = super().__call__(program, key)
+            self.made = recording.made
+            return result
+        self.replays += 1
+        with torch.autocast("cpu", enabled=False):  # a recorded operation has its dtypes
+            for op, args, kwargs, out in self.made:
+                for old, new in zip(tree_leaves(out), tree_leaves(op(*args, **kwargs)), strict=True):
+                    if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
+        return self.result
 
 
 class Looked(Stand):

@@ -1,8 +1,7 @@
 """Adapters that are switched between calls, as PEFT switches them: by attributes of layers, which no captured round can
 see.
 
-On a GPU a graph that was kept would go on with the former adapters; the stand-in on the CPU, which runs Python, would
-not.
+A graph that was kept would go on with the former adapters, and so does its stand-in on the CPU.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.captured import stand_in
+from helpers.captured import Recorded, stand_in
 from helpers.generate import MAKERS, TREE
 from helpers.open import GREEDY, texts, told
 from torch import Tensor, nn
@@ -102,7 +101,7 @@ def test_every_call_answers_by_the_adapters_that_are_on(
     device: str, assistant: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device == "cpu":
-        stand_in(monkeypatch)
+        stand_in(monkeypatch, Recorded)
     plain, mine, model, served = pair(device)
     ids, answers = texts(9)[0].to(device)[None], []
     for switch in SWITCHES:
@@ -123,7 +122,7 @@ def test_an_open_batch_answers_by_the_adapters_that_are_on(
     device: str, assistant: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device == "cpu":
-        stand_in(monkeypatch)
+        stand_in(monkeypatch, Recorded)
     plain, mine, model, served = pair(device)
     prompts = texts(9, 5, 7)
     with fastspec.continuous(model, assistant, rows=2, max_length=60) as batch:

@@ -17,6 +17,7 @@ from torch import Tensor
 from fastspec.cascade.config import Cascade
 from fastspec.cascade.decisions import Explanation, Visit
 from fastspec.errors import FastSpecError, Unsupported
+from fastspec.forks import at_fork
 from fastspec.generation.engine.prefix_cache import common_length
 from fastspec.generation.stats import Stats
 from fastspec.generation.verify import drawn_seed
@@ -171,6 +172,11 @@ class ContinuousCascade:
             raise
         order.begin()
         self._deciding = ThreadPoolExecutor(1, "fastspec-cascade")
+        at_fork(self)
+
+    def forked(self) -> None:
+        """Wait for no answer in a forked process, where every stage's batch is over."""
+        self._changed, self._open = threading.Condition(), set()
 
     def submit(
         self,
