@@ -363,10 +363,10 @@ def test_the_pages_recipe_for_compressed_tensors_keeps_them_packed(plain, monkey
 
 
 @pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
-def test_shares_of_two_processes_are_multiplied_as_stored(plain, kind):
+def test_shares_of_two_processes_are_multiplied_as_stored(plain, kind, tmp_path):
     """As transformers loads and cuts them; each process has rounded its own share."""
     pytest.importorskip("torchao")
-    spawn(compare, (plain.parent, kind), 2)
+    spawn(compare, (tmp_path, plain, kind), 2)
 
 
 def gptq(folder: Path) -> Any:

@@ -14,19 +14,20 @@ from helpers.models import tiny_head
 from helpers.ranks import GREEDY, join
 
 
-def compare(rank: int, folder: Path, kind: str) -> None:
-    """Assert that assisted calls say what the layers' own forward says in this process, one of two."""
+def compare(rank: int, folder: Path, plain: Path, kind: str) -> None:
+    """Assert that assisted calls of the model in `plain` say what the layers' own forward says in this process, one of
+    two that meet in a folder of their own."""
     from torchao import quantization
 
     join(rank, folder)
     config = TorchAoConfig(getattr(quantization, kind)())
     cut = DistributedConfig(tp_size=2, tp_plan="auto")
     model = AutoModelForCausalLM.from_pretrained(
-        folder / "plain", dtype=torch.float32, quantization_config=config, distributed_config=cut
+        plain, dtype=torch.float32, quantization_config=config, distributed_config=cut
     ).eval()
     inputs, layers = prompts(4, 9), model.config.num_hidden_layers
     own = model.generate(**inputs, **GREEDY)
-    head = tiny_head(AutoModelForCausalLM.from_pretrained(folder / "plain", dtype=torch.float32))
+    head = tiny_head(AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32))
     with fastspec.patched(model, eagle3=head, stored=True):
         for assistant in ("autoregressive", TREE):
             assert torch.equal(model.generate(**inputs, **GREEDY, assistant=assistant), own), assistant
