@@ -36,9 +36,16 @@ UNLIMITED = 2**62
 # Processors that map every row of scores on its own and never look at the tokens so far: safe to run on all nodes at
 # once.
 BLIND = (
-    *(lp.TemperatureLogitsWarper, lp.TopKLogitsWarper, lp.TopPLogitsWarper, lp.MinPLogitsWarper),
-    *(lp.TypicalLogitsWarper, lp.EpsilonLogitsWarper, lp.EtaLogitsWarper, lp.LogitNormalization),
-    *(lp.InfNanRemoveLogitsProcessor, lp.SuppressTokensLogitsProcessor),
+    lp.TemperatureLogitsWarper,
+    lp.TopKLogitsWarper,
+    lp.TopPLogitsWarper,
+    lp.MinPLogitsWarper,
+    lp.TypicalLogitsWarper,
+    lp.EpsilonLogitsWarper,
+    lp.EtaLogitsWarper,
+    lp.LogitNormalization,
+    lp.InfNanRemoveLogitsProcessor,
+    lp.SuppressTokensLogitsProcessor,
 )
 
 

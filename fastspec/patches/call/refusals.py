@@ -67,9 +67,20 @@ _READ_BESIDE: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 """Settings that transformers ignores unless another one has one of these values."""
 _EXPECTED = {
-    *("attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "cache_position", "tokenizer"),
-    *("synced_gpus", "assistant_model", "assistant_tokenizer", "output_attentions", "output_hidden_states"),
-    *("output_router_logits", "return_dict"),
+    "attention_mask",
+    "position_ids",
+    CACHE,
+    "use_cache",
+    "logits_to_keep",
+    "cache_position",
+    "tokenizer",
+    "synced_gpus",
+    "assistant_model",
+    "assistant_tokenizer",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
     "labels",  # of a trainer's batch: plain decoding hands them to no pass
 }
 
