@@ -17,8 +17,16 @@ from fastspec.kernels.launch import dependent, wait_for_previous
 
 PAIR_BLOCK = 2048  # channels that a program copies
 STRIDES = [
-    *("s_tokens_b", "s_tokens_p", "s_path_b", "s_path_p", "s_accepted", "s_bonus", "s_active", "s_root"),
-    *("s_lengths", "s_counts"),
+    "s_tokens_b",
+    "s_tokens_p",
+    "s_path_b",
+    "s_path_p",
+    "s_accepted",
+    "s_bonus",
+    "s_active",
+    "s_root",
+    "s_lengths",
+    "s_counts",
 ]
 
 

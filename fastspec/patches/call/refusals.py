@@ -86,8 +86,12 @@ _EXPECTED = {
 
 
 _PASSED_BY = (
-    *("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "_sample"),
-    *("_has_unfinished_sequences", "_prepare_position_ids_for_generation"),
+    "prepare_inputs_for_generation",
+    "_update_model_kwargs_for_generation",
+    "_prefill",
+    "_sample",
+    "_has_unfinished_sequences",
+    "_prepare_position_ids_for_generation",
 )
 """Methods of a model that plain decoding goes by at every pass, and an assisted call does not."""
 

@@ -18,15 +18,31 @@ from fastspec.patches.hf.cache import GIVEN
 from fastspec.patches.hf.compat import is_besides_tokens
 
 OF_TOKENS = (
-    *("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "bad_words_ids", "sequence_bias"),
-    *("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
+    "logits_processor",
+    "stopping_criteria",
+    "prefix_allowed_tokens_fn",
+    "bad_words_ids",
+    "sequence_bias",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
     "watermarking_config",
 )
 """Arguments of `generate` that name or see tokens of one vocabulary."""
 ENDS = ("eos_token_id", "pad_token_id", "bos_token_id")
 OURS = {
-    *("input_ids", "inputs", "attention_mask", "streamer", "num_return_sequences", "return_dict_in_generate"),
-    *("max_length", "max_new_tokens", "tokenizer", "generation_config", "assistant"),
+    "input_ids",
+    "inputs",
+    "attention_mask",
+    "streamer",
+    "num_return_sequences",
+    "return_dict_in_generate",
+    "max_length",
+    "max_new_tokens",
+    "tokenizer",
+    "generation_config",
+    "assistant",
 }
 REFUSED = {
     **dict.fromkeys(GIVEN, "its stages keep caches of their own: Cascade(memory=bytes)"),

@@ -141,8 +141,16 @@ FIRST_PASS = {
     "moe_mm_token_type_ids",
 }
 STEMS = (
-    *("pixel_", "image_", "images", "video_", "videos", "audio_", "input_features", "feature_attention_mask"),
-    *("vision_", "second_per_grid"),
+    "pixel_",
+    "image_",
+    "images",
+    "video_",
+    "videos",
+    "audio_",
+    "input_features",
+    "feature_attention_mask",
+    "vision_",
+    "second_per_grid",
 )
 
 
