@@ -16,7 +16,7 @@ import torch
 
 Place: TypeAlias = tuple[Hashable, ...]
 MISSING = object()
-"""What `find` gives where nothing was tuned."""
+"""Answer of `find` where nothing was tuned."""
 _launches: dict[tuple[str, str, Place], Any] = {}
 _asked: dict[tuple[str, Place], Any] | None = None
 

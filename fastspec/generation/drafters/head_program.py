@@ -290,7 +290,7 @@ class HeadProgram:
         return table if table.dtype == hidden.dtype and table.is_contiguous() else None
 
     def _input_weights(self, table: Tensor) -> InputWeights:
-        """What `Ops.head_input` reads: the embedding's table, and the first layer's norms."""
+        """Weights that `Ops.head_input` reads: the embedding's table, and the first layer's norms."""
         of_tokens, of_states = self._first_norms()
         return InputWeights(table, of_tokens.weight, of_states.weight, self.config.rms_norm_eps)
 

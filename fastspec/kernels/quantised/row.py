@@ -33,10 +33,10 @@ SHARED, HALF = 227 << 10, 112 << 10
 """Bytes of shared memory of a program, and of one that another stands beside."""
 AT_ONCE = 16 * 2 * 132
 """Lines of programs that an H200 runs at once. Each loads a table: of more, as of the 8B shape's queries, keys and
-values (11.4 us for 9.4), tall tiles are faster."""
+values, tall tiles are faster."""
 FEW = 32 << 20
-"""Bytes of 8-bit codes without groups, of which tall tiles read more as fast (8B down 15.5 us for 16.9, gates 31.0 for
-32.6)."""
+"""Bytes of 8-bit codes without groups. Tall tiles read more of them, and gates, faster: as of an 8B shape's
+feed-forward."""
 SCALES = torch.bfloat16, torch.float16, torch.float32
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 TINY = 1e-6
-"""What is added to the square of a query's or key's length."""
+"""Addend of the square of a query's or key's length."""
 CHUNK = 64
 """Tokens of a text that are one triangular system."""
 

@@ -14,8 +14,6 @@ SHORT = 2048
 """Characters of a text that is tokenized whole: that takes a millisecond."""
 MOST = 1 << 22
 """Tokens that are kept."""
-
-
 NESTED = 40
 """Groups in each other of a pattern."""
 
