@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import Any
 
@@ -137,7 +138,31 @@ def test_where_prompts_begin_together_there_is_room_for_what_one_pass_reads(devi
             futures = [batch.submit(each, **GREEDY, max_new_tokens=2) for each in texts(*[100] * 15)]
         told(futures)
         slots = {count: target.state.bound for count, (target, _) in batch._widths.made[8].engine.entries.items()}
-    assert groups == [8, 4, 2] and slots == {1: 1024, 2: 512, 4: 256, 8: 128}
+    assert groups == [8, 4, 2] and slots == {1: 1024, 2: 1024, 4: 512, 8: 256}
+
+
+def test_while_more_prompts_wait_than_rows_go_on_four_chunks_are_read_between_two_rounds(device, monkeypatch):
+    """One chunk otherwise."""
+    read, found = Rounds._read, []
+    monkeypatch.setattr(
+        Rounds,
+        "_read",
+        lambda self, room: found.append((self.batch.stats.rounds, sum(self.batch.running), room)) or read(self, room),
+    )
+    plain, model = (each.to(device) for each in made())
+    first, *others = texts(4, *[20] * 8)
+    with fastspec.continuous(model, "autoregressive", rows=16, max_length=80, prefill_chunk=40) as batch:
+        with batch._changed:
+            running = batch.submit(first, **GREEDY, max_new_tokens=60)
+        while not batch.running:
+            time.sleep(0.001)
+        found.clear()
+        with batch._changed:
+            futures = [batch.submit(each, **GREEDY, max_new_tokens=8) for each in others]
+        assert told([running, *futures]) == [alone(plain, first, 60), *(alone(plain, each, 8) for each in others)]
+    assert found[0][1:] == (1, 160)
+    later = [room for rounds, going, room in found if going > 4]
+    assert later and max(later) <= 40
 
 
 def test_a_batch_of_which_nobody_waits_for_one_answer(device, groups):
