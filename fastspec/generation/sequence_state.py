@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from fastspec.devices import memory_of
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.layer_state import FirstLayers, FullAttentionState, LayerState, Moves
 from fastspec.generation.ops import Ops
 from fastspec.generation.tree import Verdict
 from fastspec.kernels.cache.reference import grow
-
-
-def _memory(device: torch.device) -> float:
-    """Bytes of memory of a device, or infinity where the system does not tell."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    known = hasattr(os, "sysconf") and {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= set(os.sysconf_names)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else float("inf")
 
 
 def _too_large(tokens: int, rows: int, need: int, device: torch.device) -> str:
@@ -76,7 +68,8 @@ class SequenceState:
         self.limit = capacity
         for device in dict.fromkeys(kind.device for kind in self.kinds):
             need = sum(kind.bytes(capacity + self.tail) for kind in self.kinds if kind.device == device)
-            if need > _memory(device):  # the system may grant it, and kill the process later
+            memory = memory_of(str(device))
+            if memory is not None and need > memory:  # the system may grant it, and kill the process later
                 raise Unsupported(_too_large(capacity, len(self.lengths), need, device))
         self.lengths.zero_()
         for kind in self.kinds:

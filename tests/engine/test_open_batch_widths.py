@@ -170,7 +170,7 @@ def test_rounds_that_do_not_fit_are_named_when_the_batch_is_opened(monkeypatch):
     from fastspec.generation import sequence_state
 
     _, model = made()
-    monkeypatch.setattr(sequence_state, "_memory", lambda device: 2**22)
+    monkeypatch.setattr(sequence_state, "memory_of", lambda device: 2**22)
     with pytest.raises(fastspec.FastSpecError, match="for 64 rows needs"):
         fastspec.continuous(model, "autoregressive", rows=64, max_length=2000)
 

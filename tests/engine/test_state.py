@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastspec import Unsupported
+from fastspec import Unsupported, devices
+from fastspec.devices import memory_of
 from fastspec.errors import FastSpecError
 from fastspec.generation import sequence_state as module
 from fastspec.generation.layer_state import FirstLayers, FullAttentionState, Moves
@@ -99,9 +100,9 @@ def test_buffers_on_cuda_have_round_sizes(committed, slots):
 
 def test_a_cache_that_memory_cannot_hold_is_refused_before_it_is_made(monkeypatch):
     need = 2 * 4 * 2 * 2 * 3 * (100 + 3) * 5  # keys and values, bytes, layers, rows, heads, slots, size
-    monkeypatch.setattr(module, "_memory", lambda device: need)
+    monkeypatch.setattr(module, "memory_of", lambda device: need)
     cache = made(100)
-    monkeypatch.setattr(module, "_memory", lambda device: need - 1)
+    monkeypatch.setattr(module, "memory_of", lambda device: need - 1)
     with pytest.raises(Unsupported, match="a KV cache of 100 tokens for 2 rows"):
         cache.open(100)
     cache.open(99)
@@ -121,18 +122,16 @@ def test_buffers_that_cannot_grow_are_refused_with_their_size(monkeypatch, error
         cache.reserve(2**20)
 
 
-def test_memory_is_the_systems_or_unbounded(monkeypatch):
+def test_memory_is_the_systems_or_unknown(monkeypatch):
     pages = {"SC_PHYS_PAGES": 3, "SC_PAGE_SIZE": 7}
-    monkeypatch.setattr(module.os, "sysconf", pages.__getitem__)
-    monkeypatch.setattr(module.os, "sysconf_names", pages)
-    assert module._memory(CPU) == 21
-    monkeypatch.setattr(module.os, "sysconf_names", {"SC_PAGE_SIZE": 7})
-    assert module._memory(CPU) == float("inf")
-    monkeypatch.delattr(module.os, "sysconf")
-    assert module._memory(CPU) == float("inf")
-    second = torch.device("cuda", 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", {second: SimpleNamespace(total_memory=5)}.__getitem__)
-    assert module._memory(second) == 5
+    monkeypatch.setattr(devices.os, "sysconf", pages.__getitem__)
+    assert memory_of("cpu") == 21
+    monkeypatch.delattr(devices.os, "sysconf")
+    assert memory_of("cpu") is None
+    made(100)  # of any size, where nobody tells
+    second = {"cuda:1": SimpleNamespace(total_memory=5)}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", second.__getitem__)
+    assert memory_of(str(torch.device("cuda", 1))) == 5
 
 
 @given(SEEDS, st.integers(1, 6), st.integers(0, 3))
