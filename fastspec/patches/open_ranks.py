@@ -14,7 +14,7 @@ import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -61,21 +61,9 @@ class News:
     closing: bool = False
     fatal: str | None = None
 
-    @property
-    def flags(self) -> int:
-        """Its truth values, as bits."""
-        return self.stale + 2 * self.failed + 4 * self.closing
 
-    @classmethod
-    def of(cls, flags: int, told: bytes) -> News:
-        """News of these flags, and of what goes beside them."""
-        plain = cls() if not told else pickle.loads(told)
-        return replace(plain, stale=bool(flags & 1), failed=bool(flags & 2), closing=bool(flags & 4))
-
-    @property
-    def told(self) -> bytes:
-        """What goes beside the flags, nothing in most turns."""
-        return pickle.dumps(self) if self.came or self.let_go or self.acts or self.fatal is not None else b""
+NOTHING = News()
+"""News of most turns, which take no bytes."""
 
 
 class TurnOrder:
@@ -186,12 +174,11 @@ class OpenRanks(Ranks):
 
     def tell(self, news: News) -> None:
         """Tell the others, from the first, in a turn of the batch."""
-        told = news.told
+        told, limit = b"" if news == NOTHING else pickle.dumps(news), FAILED if news.failed else LIMIT
         with self._reached():
-            head = torch.tensor([news.flags, len(told), self.digest, self.number], device="cpu")
-            self._send(head, FAILED if news.failed else LIMIT)
+            self._send(torch.tensor([len(told), self.digest, self.number], device="cpu"), limit)
             if told:
-                self._send(torch.frombuffer(bytearray(told), dtype=torch.uint8).cpu(), LIMIT)
+                self._send(torch.frombuffer(bytearray(told), dtype=torch.uint8).cpu(), limit)
 
     def hear(self, failed: bool) -> News:
         """Wait for what the first process tells, and so for a turn; `failed` where the last one has here. Raises
@@ -199,16 +186,15 @@ class OpenRanks(Ranks):
 
         def receive() -> list[int]:
             with self._reached():
-                head = torch.zeros(4, dtype=torch.long, device="cpu")
+                head = torch.zeros(3, dtype=torch.long, device="cpu")
                 return [int(each) for each in self._send(head, FAILED if failed else LIMIT).tolist()]
 
-        flags, size, digest, number = self.order.hear(self, self.number, receive)
+        size, digest, number = self.order.hear(self, self.number, receive)
         if number != self.number:
             raise FastSpecError(f"a round failed in {self.name} alone")
         with self._reached():
             body = torch.empty(size, dtype=torch.uint8, device="cpu")
-            told = self._send(body, LIMIT).numpy().tobytes() if size else b""
-        news = News.of(flags, told)
+            news: News = pickle.loads(self._send(body, LIMIT).numpy().tobytes()) if size else NOTHING
         if news.fatal is not None:
             raise FastSpecError(f"the first of the {self.size} processes that hold the model together: {news.fatal}")
         if digest != self.digest and not news.failed:

@@ -408,7 +408,7 @@ class Adopted(Drafter):
 
 @dataclass(frozen=True)
 class AdoptedDecoding(Decoding):
-    """A third party's decoding, each of whose drafters is checked when it is made."""
+    """A third party's decoding, whose drafters are adopted where they are made."""
 
     theirs: Any
     name: str
@@ -417,8 +417,10 @@ class AdoptedDecoding(Decoding):
     def drafter(
         self, *, rows: int, capacity: int, device: torch.device, ops: Ops, process: Process | None
     ) -> Drafter | None:
-        drafter = self.theirs.drafter(rows=rows, capacity=capacity, device=device, ops=ops, process=process)
-        return adopt(drafter, may_draw=process is not None)
+        made: Drafter | None = self.theirs.drafter(
+            rows=rows, capacity=capacity, device=device, ops=ops, process=process
+        )
+        return made
 
 
 def adopt(drafter: object, *, may_draw: bool) -> Drafter | None:
