@@ -82,9 +82,8 @@ class CacheManager:
 
     def keep(self, stage: int, tokens: Sequence[int], layers: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Copy a stage's keys and values [1, Hkv, T, D] per layer of these T tokens, in place of entries of their
-        prefixes. Raises `Unsupported`, and keeps all, for other shapes, and for an entry that exceeds the budget."""
+        prefixes. Raises `Unsupported`, and keeps all, for an entry that exceeds the budget."""
         held = array("q", tokens)
-        _check(stage, held, layers)
         size = sum(each.numel() * each.element_size() for pair in layers for each in pair)
         if size > self.budget:
             raise Unsupported(
@@ -189,16 +188,6 @@ class CacheManager:
 
     def _count(self, name: str) -> None:
         self._stats = replace(self._stats, **{name: getattr(self._stats, name) + 1})
-
-
-def _check(stage: int, tokens: array[int], layers: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Refuse keys and values that are not those of one row of these tokens."""
-    shapes, count = [tuple(each.shape) for pair in layers for each in pair], len(tokens)
-    wrong = next((shape for shape in shapes if len(shape) != 4 or shape[0] != 1 or shape[2] != count), None)
-    if not shapes or wrong is not None:
-        given = f"keys or values of shape {wrong}" if shapes else "no layer"
-        wanted = f"keys and values per layer must be [1, heads, {count}, size]"
-        raise Unsupported(f"stage {stage}: {given} given for {count} tokens; {wanted}")
 
 
 def _copies(layers: Iterable[tuple[Tensor, Tensor]], places: list[torch.device], length: int) -> Layers:

@@ -12,7 +12,6 @@ from helpers.generate import NEVER
 from helpers.models import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import DynamicCache, QuantizedCache, StaticCache
 
 import fastspec
 from fastspec.cascade.memory import CacheManager
@@ -168,38 +167,3 @@ def t5() -> Any:
     from transformers import T5Config, T5ForConditionalGeneration
 
     return T5ForConditionalGeneration(T5Config(vocab_size=97, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2))
-
-
-def test_caches_that_are_not_plain_are_refused_by_name() -> None:
-    model, manager = tiny_model(num_hidden_layers=2), CacheManager(BIG)
-    config = model.config
-    windowed = tiny_model("mistral", num_hidden_layers=2, sliding_window=8).config
-    offloading = kept_cache(model(text(20)))
-    offloading.offloading = True  # its constructor wants a stream, which the CPU has not
-    quantised = QuantizedCache.__new__(QuantizedCache)  # its constructor wants a package
-    for cache, name in (
-        (StaticCache(config=config, max_cache_len=32), "StaticCache"),
-        (quantised, "QuantizedCache"),
-        (DynamicCache(config=windowed), "DynamicSlidingWindowLayer"),
-        (None, "NoneType"),
-        (offloading, "offloading"),
-    ):
-        with pytest.raises(Unsupported, match=name):
-            keep_past(manager, 0, text(20), cache)
-    assert manager.held(moved=False) == 0
-
-
-def test_a_cache_that_does_not_fit_the_text_is_refused_and_an_empty_one_keeps_nothing() -> None:
-    model, manager = tiny_model(num_hidden_layers=2), CacheManager(BIG)
-    cache = kept_cache(model(text(20)))
-    with pytest.raises(Unsupported, match="20 tokens and the text has 19"):
-        keep_past(manager, 0, text(20)[:, :19], cache)
-    for rows in (text(20)[0], text(20).expand(2, -1)):
-        with pytest.raises(Unsupported, match="one row"):
-            keep_past(manager, 0, rows, cache)
-        with pytest.raises(Unsupported, match="one row"):
-            past_of(manager, 0, model, rows)
-    keep_past(manager, 0, text(20), DynamicCache(config=model.config))
-    assert manager.held(moved=False) == 0
-    with pytest.raises(Unsupported, match=r"20 tokens of stage 0 take 10240 bytes.* 10239 bytes"):
-        keep_past(CacheManager(10239), 0, text(20), cache)

@@ -324,24 +324,6 @@ def test_a_budget_that_is_no_number_of_bytes_is_refused(name: str, value: Any) -
         CacheManager(**{"budget": 100, name: value})
 
 
-@pytest.mark.parametrize(
-    "layers",
-    [
-        [],
-        entry(19),
-        [(torch.zeros(2, 1, 20, 1),) * 2],
-        [(torch.zeros(1, 20, 1),) * 2],
-        [(entry(20)[0][0], entry(21)[0][1])],
-    ],
-    ids=["none", "short", "rows", "flat", "uneven"],
-)
-def test_shapes_that_do_not_fit_the_tokens_are_refused(layers: Any) -> None:
-    manager = CacheManager(10_000)
-    with pytest.raises(Unsupported, match="20 tokens"):
-        manager.keep(0, range(20), layers)
-    assert manager.held(moved=False) == 0
-
-
 def test_what_was_dropped_is_remembered_within_a_bound_and_forgotten_by_clear() -> None:
     manager = CacheManager(160)
     for first in range(memory.DROPPED + 2):

@@ -204,14 +204,13 @@ class CascadeModels:
 @dataclass(frozen=True, slots=True, eq=False)
 class AdaptiveCascade:
     """The cascade of one call. With `on_answer` every row goes through every stage, and it is given each answer;
-    `assistant` replaces the stages' own, and with `reuse=False` every stage answers from scratch."""
+    `assistant` replaces the stages' own."""
 
     models: CascadeModels
     config: Cascade
     name: str = "cascade"
     on_answer: Callable[[StageAnswer], None] | None = None
     assistant: Any = None
-    reuse: bool = True
 
     def check(self, large: Any, given: dict[str, Any], ranks: Ranks | None = None) -> None:
         """Raise Unsupported, in all of `ranks`, for arguments that a cascade cannot honour, before a stage runs."""
@@ -278,7 +277,7 @@ class AdaptiveCascade:
         for row in rows:
             prompt = stage.read_prompt(row.ids)
             if last or (prompt and (bound is None or len(prompt) + row.limit <= bound)):
-                asked.append((row, prompt, self.handed(row, index) if self.reuse else []))
+                asked.append((row, prompt, self.handed(row, index)))
             else:
                 row.visits.append(left_out(stage, index, row, prompt, f"its positions end at {bound}"))
         if asked:

@@ -18,7 +18,7 @@ from fastspec.cascade.config import Cascade
 from fastspec.cascade.decisions import Explanation, Visit
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.forks import at_fork
-from fastspec.generation.engine.prefix_cache import common_length
+from fastspec.generation.drafters.retokenized import common_prefix
 from fastspec.generation.stats import Stats
 from fastspec.generation.verify import drawn_seed
 from fastspec.patches.call.one_prompt import AnswerFuture, PreparedPrompt
@@ -270,7 +270,7 @@ class ContinuousCascade:
         """Take a stage's answer: it is the cascade's, or the next stage is asked."""
         row, decides = request.row, request.decides
         tokens, spent = answer[0, len(call.prompt) :].tolist(), 1000 * (time.perf_counter() - call.began)
-        kept = common_length(torch.tensor(tokens, device="cpu"), torch.tensor(call.handed, device="cpu"))
+        kept = common_prefix(tokens, call.handed)
         visit, ended = decides.take(row, call.index, tokens, kept, len(call.handed), spent)
         if call.measured is not None:
             told = decides.features(row, torch.cat(call.measured).cpu(), len(call.prompt), ended)

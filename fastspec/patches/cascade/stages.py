@@ -49,9 +49,13 @@ def check_kept(model: Any) -> None:
         )
     if rope_bound(model.config) is not None:
         raise Unsupported(f"the keys of {name} depend on the length of the text, by its rope_parameters: {instead}")
-    reason = _not_plain(DynamicCache(config=model.config))
-    if reason:
-        raise Unsupported(f"{name} needs a cache with {reason}, which cannot be cut to a prefix: {instead}")
+    layers = DynamicCache(config=model.config).layers
+    other = sorted({type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer})
+    if other:
+        raise Unsupported(
+            f"{name} needs a cache with layers of the class {', '.join(other)}, which cannot be cut to a prefix: "
+            f"{instead}"
+        )
 
 
 def check_room(manager: CacheManager, model: Any, tokens: int) -> None:
@@ -70,12 +74,10 @@ def check_room(manager: CacheManager, model: Any, tokens: int) -> None:
 
 def past_of(manager: CacheManager, stage: int, model: Any, ids: Tensor) -> DynamicCache | None:
     """A stage's kept beginning of ids [1, T], without padding: a cache of at most T - 1 tokens for `model.generate`,
-    each layer on the model's device, or by a `device_map` where it was; None without any in the model's dtype.
-
-    Raises `Unsupported` for a model that `check_kept` refuses, and for several rows.
-    """
+    each layer on the model's device, or by a `device_map` where it was; None without any in the model's dtype. Raises
+    `Unsupported` for a model that `check_kept` refuses."""
     check_kept(model)
-    found = manager.find(stage, _row(ids))
+    found = manager.find(stage, ids[0].tolist())
     if found is None or found[0][0].dtype != dtype_of(model):
         return None
     cache = DynamicCache(config=model.config)
@@ -88,38 +90,10 @@ def past_of(manager: CacheManager, stage: int, model: Any, ids: Tensor) -> Dynam
 
 
 def keep_past(manager: CacheManager, stage: int, ids: Tensor, cache: Any) -> None:
-    """Keep a call's cache of the first tokens of the text ids [1, T], without padding; it stays the caller's. Raises
-    `Unsupported` for other than plain keys and values, more than the text, several rows, and too little budget."""
-    tokens, reason = _row(ids), _not_plain(cache)
-    if reason:
-        raise Unsupported(
-            f"a cache with {reason} cannot be kept: hand in a call's DynamicCache, or keep nothing between calls"
-        )
+    """Keep a call's cache of the first tokens of the text ids [1, T], without padding; it stays the caller's."""
     layers = read_cache(cache, len(cache.layers))
-    if layers is None:
-        return
-    held = layers[0][0].shape[2]
-    if held > len(tokens):
-        raise Unsupported(
-            f"the cache holds {held} tokens and the text has {len(tokens)}: pass the whole text, prompt and answer"
-        )
-    manager.keep(stage, tokens[:held], layers)
-
-
-def _row(ids: Tensor) -> list[int]:
-    if ids.dim() != 2 or ids.shape[0] != 1:
-        raise Unsupported(f"keys and values are kept by the text, one row of tokens [1, T], not {list(ids.shape)}")
-    return [int(token) for token in ids[0].tolist()]
-
-
-def _not_plain(cache: Any) -> str:
-    """Difference of a cache from all keys and values of every layer, where they were computed; "" for none."""
-    if type(cache) is not DynamicCache:
-        return f"the class {type(cache).__name__}"
-    other = sorted({type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer})
-    if other:
-        return f"layers of the class {', '.join(other)}"
-    return "its layers moved to the CPU (offloading)" if cache.offloading else ""
+    assert layers is not None  # the call has read its prompt
+    manager.keep(stage, ids[0, : layers[0][0].shape[2]].tolist(), layers)
 
 
 @dataclass(frozen=True, slots=True)
