@@ -44,7 +44,6 @@ class Spent(threading.local):
 
 
 SPENT = Spent()
-Prepare = Callable[[Callable[[], object]], object]
 UNNEEDED, SLOW = 4, 0.5
 """Programs in a row without a kernel to compile after which the next ones are not looked through, which takes longer
 than their first runs, and seconds of such a run after which they are again: it has compiled, it seems."""
@@ -54,30 +53,24 @@ class Foresight:
     """A backend's function that compiles a program's kernels before its first run, and says how many there were."""
 
     def __init__(self) -> None:
-        self.prepare: Prepare | None = None
+        self.prepare: Callable[[Callable[[], object]], object] | None = None
+        """Compiles what a program launches -> how many kernels that were."""
         self.in_vain = 0
         """Programs in a row that had nothing to compile."""
 
     def first_run(self, program: Callable[[], Result], new: bool) -> Result:
         """Run a program for the first time, in its first buffers where it is `new`."""
-        looks = new and self.prepare is not None and self.in_vain < UNNEEDED
-        if looks and self.prepare is not None:
-            self.in_vain = 0 if self.prepare(program) else self.in_vain + 1
+        prepare = self.prepare if new and self.in_vain < UNNEEDED else None
+        if prepare is not None:
+            self.in_vain = 0 if prepare(program) else self.in_vain + 1
         began = time.perf_counter()
         found = program()
-        if not looks and time.perf_counter() - began > SLOW:
+        if prepare is None and time.perf_counter() - began > SLOW:
             self.in_vain = 0
         return found
 
 
-_foresight = Foresight()
-
-
-def prepare_with(prepare: Prepare) -> None:
-    """Hand programs to a backend's function before their first run: it compiles kernels and returns how many."""
-    _foresight.prepare = prepare
-
-
+FORESIGHT = Foresight()
 _capturing = threading.Lock()
 _graphs: WeakSet[Captured[Any]] = WeakSet()
 
@@ -143,7 +136,7 @@ class Captured(Generic[Result]):
             self.key, self.graph, self.result, self.bytes = key, None, None, 0
             self.keys += 1
             with SPENT.on("first_runs"):
-                return _foresight.first_run(program, new)
+                return FORESIGHT.first_run(program, new)
         if self.graph is None:
             graph = torch.cuda.CUDAGraph()
             with SPENT.on("captures"), recorded(graph):

@@ -18,7 +18,7 @@ from transformers.utils import logging
 from fastspec.config import BACKENDS
 from fastspec.errors import Unsupported, accepted
 from fastspec.files import cache_folder
-from fastspec.generation.capture import prepare_with
+from fastspec.generation.capture import FORESIGHT
 from fastspec.generation.ops import Ops
 from fastspec.kernels.attention import reference as attention_reference
 from fastspec.kernels.cache import reference as cache_reference
@@ -180,7 +180,7 @@ def triton_ops() -> Ops:
             f'backend="triton" needs the package triton ({error}): install it, or patch with backend="torch"'
         ) from error
     if torch.cuda.is_available():
-        prepare_with(partial(compile_ahead, say=notice))
+        FORESIGHT.prepare = partial(compile_ahead, say=notice)
     return replace(
         TORCH,
         name="triton",

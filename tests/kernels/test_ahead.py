@@ -333,9 +333,9 @@ def test_with_no_process_nothing_is_looked_at(monkeypatch):
 
 
 def test_a_program_is_prepared_once_and_not_again_in_larger_buffers(monkeypatch):
-    monkeypatch.setattr(capture, "_foresight", capture.Foresight())
+    monkeypatch.setattr(capture, "FORESIGHT", capture.Foresight())
     done: list[str] = []
-    capture.prepare_with(lambda program: done.append("prepared") or 1)
+    capture.FORESIGHT.prepare = lambda program: done.append("prepared") or 1
     captured: capture.Captured[None] = capture.Captured()
     captured(lambda: done.append("run"), 1)
     captured(lambda: done.append("run"), 2)
@@ -346,24 +346,23 @@ def test_a_program_is_prepared_once_and_not_again_in_larger_buffers(monkeypatch)
 
 def test_programs_are_looked_through_while_kernels_are_missing(monkeypatch):
     """Until some in a row lacked none, and again behind a run that took as long as one that compiles."""
-    monkeypatch.setattr(capture, "_foresight", capture.Foresight())
+    monkeypatch.setattr(capture, "FORESIGHT", capture.Foresight())
     looked: list[int] = []
     missing = iter([3, 0, 0, 2, 0, 0, 0, 0, 0])
-    capture.prepare_with(lambda program: looked.append(program()) or next(missing))
+    capture.FORESIGHT.prepare = lambda program: looked.append(program()) or next(missing)
     for number in range(10):
         capture.Captured[int]()(lambda number=number: number, 1)
     assert looked == list(range(4 + capture.UNNEEDED))
     seconds = iter([0.0, 9.0])
     monkeypatch.setattr(capture.time, "perf_counter", lambda: next(seconds, 9.0))
-    capture._foresight.first_run(lambda: 10, True)
-    assert capture._foresight.first_run(lambda: 11, True) == 11 and looked[-1] == 11 and 10 not in looked
+    capture.FORESIGHT.first_run(lambda: 10, True)
+    assert capture.FORESIGHT.first_run(lambda: 11, True) == 11 and looked[-1] == 11 and 10 not in looked
 
 
 def test_the_backend_compiles_ahead_where_there_is_a_device(monkeypatch):
-    given: list[Any] = []
-    monkeypatch.setattr(backends, "prepare_with", given.append)
+    monkeypatch.setattr(backends, "FORESIGHT", capture.Foresight())
     for there in (False, True):
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
         backends.triton_ops.__wrapped__()
-        assert len(given) == int(there)
-    assert given[0].func is ahead.compile_ahead
+        assert (backends.FORESIGHT.prepare is not None) == there
+    assert backends.FORESIGHT.prepare.func is ahead.compile_ahead
