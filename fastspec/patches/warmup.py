@@ -19,6 +19,7 @@ from fastspec.generation.engine.round_program import EXTENT_BUCKET, rounded
 from fastspec.generation.engine.rounds import groups
 from fastspec.generation.target import widest_part
 from fastspec.patches.hf.compat import device_of, unwrapped
+from fastspec.patches.hf.config_fields import position_limit
 from fastspec.patches.hf.modes import mode_for
 from fastspec.patches.session import PatchSession, patched_session
 
@@ -146,7 +147,7 @@ def warmup(
     names = known if assistants is None else tuple(assistants)
     if unknown := set(names) - set(known):
         raise Unsupported(f"assistants {sorted(unknown)}: this model is patched with {', '.join(known)}")
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length + NEW
+    most = position_limit(model.config) or length + NEW
     began, device, tell = time.perf_counter(), device_of(model), told or (lambda done, of: None)
     captures = session.ops(model, mode_for(model)).captures
     calls = list(_calls(names, rows, max(1, min(length, most - NEW)), captures))
@@ -160,8 +161,8 @@ def warmup(
             if captures and options is SAMPLED:  # the last of its kind
                 for sizes in _choosers(session, name, count):
                     _try_sizes(session, sizes, partial(model.generate, **call, **GREEDY), most - width)
-                if name == Nasd.name:
-                    _try_in_turn(session, partial(model.generate, **call, **GREEDY), most - width)
+                if name == Nasd.name:  # whose drafter has trees of every size in turn
+                    _call_at(session, 0, partial(model.generate, **call, **GREEDY), most - width)
     tell(len(calls), len(calls))
     return time.perf_counter() - began
 
@@ -177,19 +178,15 @@ def _choosers(session: PatchSession, name: str, rows: int) -> list[TreeSizes]:
 
 def _try_sizes(session: PatchSession, sizes: TreeSizes, call: Callable[..., object], most: int) -> None:
     """Let a call have rounds of every size, which are captured and whose times are known then."""
-    try:
-        for size in range(len(sizes.shapes) + 1):
-            session.pinned = size
-            call(max_new_tokens=min(WARM_SIZED, most))
-            sizes.tried()
-    finally:
-        session.pinned = None
+    for size in range(len(sizes.shapes) + 1):
+        _call_at(session, size, call, most)
+        sizes.tried()
     sizes.end()
 
 
-def _try_in_turn(session: PatchSession, call: Callable[..., object], most: int) -> None:
-    """Let a call's drafter on the host have trees of every size in turn, which are captured then."""
-    session.pinned = 0
+def _call_at(session: PatchSession, size: int, call: Callable[..., object], most: int) -> None:
+    """Make a call whose rounds are asked for this size."""
+    session.pinned = size
     try:
         call(max_new_tokens=min(WARM_SIZED, most))
     finally:

@@ -22,6 +22,7 @@ from fastspec.patches.backends import notice
 from fastspec.patches.call.ranks import Ranks, by_first, refuse_beside
 from fastspec.patches.checks.self_check import tensors, unlike
 from fastspec.patches.hf.compat import device_of, unwrapped
+from fastspec.patches.hf.config_fields import position_limit
 from fastspec.patches.hf.modes import mode_for
 from fastspec.patches.hf.parallel import group_of
 from fastspec.patches.session import PatchSession, patched_session, session_of
@@ -40,13 +41,13 @@ ATTENTION = ("few_attention", "tree_attention")
 def call_times(model: Any, names: Sequence[str], rows: Sequence[int], length: int) -> list[float]:
     """Seconds of a round of every assistant and number of rows, behind up to `length` random tokens: the median of
     three calls, behind two that compile and capture."""
-    session, device, config, found = session_of(model), device_of(model), model.config.get_text_config(), []
+    session, device, found = session_of(model), device_of(model), []
     assert session is not None
-    width = max(1, min(length, (getattr(config, "max_position_embeddings", None) or length + NEW) - NEW))
+    width = max(1, min(length, (position_limit(model.config) or length + NEW) - NEW))
     for name, count in product(names, rows):
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(0)  # in all processes
-            ids = torch.randint(config.vocab_size, (count, width), device=device)
+            ids = torch.randint(model.config.get_text_config().vocab_size, (count, width), device=device)
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "assistant": name}
         options = {"max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0, "do_sample": False}
         times = []
