@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers.utils import logging
@@ -34,6 +34,7 @@ from fastspec.kernels.quantised import reference as quantised_reference
 from fastspec.kernels.recurrent import reference as recurrent_reference
 from fastspec.kernels.verification import reference as verification_reference
 
+Library = TypeVar("Library")
 SETTING = "FASTSPEC_QUIET"
 
 
@@ -96,7 +97,7 @@ TORCH_ONEDNN = replace(
 """Plain torch, with the linear layers of the CPU through oneDNN."""
 
 
-def loaded(sources: build.Sources, what: str, load: Callable[[Path], Any]) -> Any:
+def loaded(sources: build.Sources, what: str, load: Callable[[Path], Library]) -> Library | str:
     """A library in C++ as `load` gives it, compiled first where that was not done on this machine; as a text why it
     cannot be had."""
     why = build.missing()
@@ -111,11 +112,10 @@ def loaded(sources: build.Sources, what: str, load: Callable[[Path], Any]) -> An
         return f"the compiled library cannot be loaded: {error}"
 
 
-def build_cpp() -> str | None:
-    """Compile and load the C++ kernels of the CPU, where that was not done on this machine -> None, or why they cannot
-    be had."""
-    found = loaded(build.KERNELS, "the kernels of the CPU", build.library)
-    return found if isinstance(found, str) else None
+def cpp_native() -> Native | str:
+    """The C++ kernels of the CPU, compiled first where that was not done on this machine; as a text why they cannot be
+    had."""
+    return loaded(build.KERNELS, "the kernels of the CPU", lambda path: Native(build.library(path)))
 
 
 @cache
@@ -129,20 +129,14 @@ def ngram_counter() -> Callable[..., None] | None:
     return found
 
 
-def cpp_native() -> Native:
-    """The C++ kernels that `build_cpp` has left."""
-    return Native(build.library(cache_folder() / "kernels" / build.library_name()))
-
-
 @cache
 def cpp_ops() -> Ops:
     """The C++ kernels of the CPU, compiled if need be. Raises Unsupported, and says why, where they cannot be."""
-    why = build_cpp()
-    if why is not None:
-        raise Unsupported(
-            f'backend="cpp" cannot be built here: {why}. Patch with backend="auto", which runs without it'
-        )
     native = cpp_native()
+    if isinstance(native, str):
+        raise Unsupported(
+            f'backend="cpp" cannot be built here: {native}. Patch with backend="auto", which runs without it'
+        )
     return replace(
         TORCH,
         name="cpp",

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from fastspec.errors import FastSpecError
 from fastspec.kernels.linear.cpu import times
 from fastspec.kernels.native import build
-from fastspec.kernels.native.ops import ENDINGS
-from fastspec.patches.backends import build_cpp, cpp_native, cpp_ops
+from fastspec.kernels.native.ops import ENDINGS, Native
+from fastspec.patches.backends import cpp_native, cpp_ops
 from fastspec.patches.checks.self_check import chosen, self_check
 
 SETTING = "FASTSPEC_CPU"
@@ -57,9 +57,9 @@ def why_torch(dtype: torch.dtype, adapted: bool) -> str | None:
 
 def _try(dtype: torch.dtype) -> str | None:
     """Build the kernels and check them in a dtype -> None, or what went wrong."""
-    why = build_cpp()
-    if why is not None:
-        return f"the C++ kernels cannot be built here: {why}"
+    native = cpp_native()
+    if isinstance(native, str):
+        return f"the C++ kernels cannot be built here: {native}"
     try:
         self_check(cpp_ops(), dtype, torch.device("cpu"))
     except FastSpecError as error:
@@ -70,8 +70,9 @@ def _try(dtype: torch.dtype) -> str | None:
 @torch.no_grad()
 def _slower() -> str | None:
     """None where the kernels' products in bf16 are quicker than torch's here, else what was measured."""
-    weight = torch.zeros(SAMPLE, dtype=torch.bfloat16, device="cpu")
-    spent = [times((cpp_native().product, F.linear), weight.new_zeros(rows, SAMPLE[1]), weight) for rows in ROWS]
+    native, weight = cpp_native(), torch.zeros(SAMPLE, dtype=torch.bfloat16, device="cpu")
+    assert isinstance(native, Native)  # `_try` has it
+    spent = [times((native.product, F.linear), weight.new_zeros(rows, SAMPLE[1]), weight) for rows in ROWS]
     ours, torchs = (sum(each[way] for each in spent) for way in (0, 1))
     if ours < torchs:
         return None
