@@ -69,11 +69,10 @@ def pick_allowed(
     """
 
     def ask(waiting: list[ConstrainedWalk]) -> list[int]:
-        def raised_at(place: int, error: BaseException) -> None:
-            failed(waiting[place].row, error)
-
         asked = [(place, each.constraint, each.text) for place, each in enumerate(waiting)]
-        masks.fill(roots_of(len(asked)), logits.shape[-1], asked, raised_at)
+        masks.fill(
+            roots_of(len(asked)), logits.shape[-1], asked, lambda place, error: failed(waiting[place].row, error)
+        )
         rows, nodes = torch.tensor([(each.row, each.at[0]) for each in waiting], device="cpu").to(logits.device).T
         found: list[int] = choose(masks.masked(logits[rows, nodes][:, None]), None, ops)[:, 0].tolist()
         return found

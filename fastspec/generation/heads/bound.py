@@ -400,7 +400,9 @@ def lowered(head: BoundHead, dtype: torch.dtype | None) -> BoundHead:
         return head
     twin = head.derived.lowered
     if twin is None or twin.module.fc.weight.dtype is not dtype or not follow(twin):
-        twin = head.derived.lowered = _twin(head, dtype)
+        made = _rounded_to(dtype, module).eval()
+        made.binding = None
+        twin = head.derived.lowered = BoundHead(made, head.binding, head.rows, source=head)
     return twin
 
 
@@ -416,19 +418,14 @@ def follow(twin: BoundHead) -> bool:
         return False
     for name, weight in mine.items():
         weight.copy_(theirs[name])
-    _take(twin.module, head)
+    assert isinstance(twin.module, EagleHead) and isinstance(head, EagleHead)
+    twin.module.d2t, twin.module.inv_freq, twin.module.rope_scale = head.d2t, head.inv_freq, head.rope_scale
     twin.renew()
     return True
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _twin(head: BoundHead, dtype: torch.dtype) -> BoundHead:
-    twin = _rounded_to(dtype, head.module).eval()
-    twin.binding = None
-    return BoundHead(twin, head.binding, head.rows, source=head)
-
-
 def _rounded_to(dtype: torch.dtype, module: nn.Module) -> Any:
     """A module of the same modules with weights of `dtype`, none of which two names share. What else it holds, which
     need not be copyable, stays shared."""
@@ -440,12 +437,6 @@ def _rounded_to(dtype: torch.dtype, module: nn.Module) -> Any:
     made._modules = {name: None if each is None else _rounded_to(dtype, each) for name, each in inner.items()}
     made._buffers = dict(module._buffers)
     return made
-
-
-def _take(twin: DraftHead, head: DraftHead) -> None:
-    """Share what is no weight."""
-    assert isinstance(twin, EagleHead) and isinstance(head, EagleHead)
-    twin.d2t, twin.inv_freq, twin.rope_scale = head.d2t, head.inv_freq, head.rope_scale
 
 
 def _is_weights(head: DraftHead) -> bool:

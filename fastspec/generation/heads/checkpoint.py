@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fastspec.errors import CheckpointError
 from fastspec.generation.heads.dialects import (
-    DIALECTS,
     SKIPPED,
     Description,
     describe,
@@ -21,7 +20,7 @@ from fastspec.generation.heads.dialects import (
     unwrapped_key,
 )
 from fastspec.generation.heads.files import HeadFiles, check_finite, some
-from fastspec.generation.heads.module import FLOATS, EagleHead, HeadConfig, drafted_ids
+from fastspec.generation.heads.module import FLOATS, EagleHead, HeadConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,16 +63,6 @@ class HeadCheckpoint(Description):
     def num_parameters(self) -> int:
         """Parameters of the head, its own embedding not counted."""
         return sum(tensor.numel() for name, tensor in self.state.items() if name != "d2t")
-
-    @property
-    def last_drafted(self) -> int:
-        """The highest of the target's ids that the head drafts."""
-        return int(drafted_ids(self.state["d2t"]).max())
-
-    @property
-    def last_tap_normed(self) -> bool:
-        """True where a tap after the target's last layer is after its final norm."""
-        return self.dialect in DIALECTS and DIALECTS[self.dialect].last_tap_normed
 
 
 def translate(files: HeadFiles) -> HeadCheckpoint:

@@ -19,7 +19,7 @@ from fastspec.generation.heads.bound import BoundHead, Sizes, TargetParts, bind,
 from fastspec.generation.heads.checkpoint import HeadCheckpoint, translate
 from fastspec.generation.heads.dialects import DIALECTS, counted
 from fastspec.generation.heads.files import Flag, read_files
-from fastspec.generation.heads.module import EagleHead, HeadConfig
+from fastspec.generation.heads.module import EagleHead, HeadConfig, drafted_ids
 
 ADDED = 1024
 """Rows, of added tokens and padding, that a target's vocabulary may have more or fewer than a head was made for."""
@@ -187,7 +187,7 @@ def with_taps(checkpoint: HeadCheckpoint, num_layers: int) -> HeadCheckpoint:
         checkpoint = _with_default(checkpoint, num_layers)
     elif checkpoint.nested_taps is not None:
         checkpoint = _with_counted(checkpoint, checkpoint.nested_taps, num_layers)
-    before = max(checkpoint.config.taps, default=0) == num_layers and not checkpoint.last_tap_normed
+    before = max(checkpoint.config.taps, default=0) == num_layers and not DIALECTS[checkpoint.dialect].last_tap_normed
     if before == checkpoint.config.last_tap_before_norm:
         return checkpoint
     return replace(checkpoint, config=replace(checkpoint.config, last_tap_before_norm=before))
@@ -262,7 +262,7 @@ def _misfit_of_vocabulary(checkpoint: HeadCheckpoint, sizes: Sizes) -> str | Non
     config, own, size = checkpoint.config, checkpoint.own_embedding, sizes.vocab_size
     if config.vocab_size == size:
         return None
-    last = checkpoint.last_drafted
+    last = int(drafted_ids(checkpoint.state["d2t"]).max())
     another = "use the head made for this target"
     reasons = (
         (abs(size - config.vocab_size) > ADDED, f": {another}"),

@@ -254,7 +254,9 @@ def _eagle(config: Eagle1, resources: dict[str, Any], model: Any) -> StaticDecod
     return StaticDecoding(name=config.name, config=config, head=head, cut=cut, device_steps=steps)
 
 
-def _dynamic(config: Eagle2 | Eagle3 | Mtp, resources: dict[str, Any], model: Any) -> EagleDecoding:
+def _dynamic(config: Eagle2 | Eagle3 | Mtp, resources: dict[str, Any], model: Any) -> DynamicDecoding:
+    if is_assistant(resources.get(config.name)):
+        return gemma4_decoding(config, resources, model)
     fields, most = trees_of(config, device_of(model).type)
     head = _head(config.name, resources, model, most)
     if config.fused:
@@ -269,12 +271,6 @@ def _dynamic(config: Eagle2 | Eagle3 | Mtp, resources: dict[str, Any], model: An
         drafts=fused_drafter if config.fused else EagleDrafter,
         cut=None if config.fused else cut_over(head.module, group_of(model)),
     )
-
-
-def _mtp(config: Mtp, resources: dict[str, Any], model: Any) -> DynamicDecoding:
-    if is_assistant(resources.get(Mtp.name)):
-        return gemma4_decoding(config, resources, model)
-    return _dynamic(config, resources, model)
 
 
 MEASURED_BYTES = 2**26
@@ -308,7 +304,7 @@ RESOLVERS: dict[Any, Callable[[Any, dict[str, Any], Any], Any]] = {
     Eagle1: _eagle,
     Eagle2: _dynamic,
     Eagle3: _dynamic,
-    Mtp: _mtp,
+    Mtp: _dynamic,
     Nasd: _nasd,
     Speculative: resolve_speculative,
     Cascade: lambda config, resources, model: _cascade(resources).decoding(config),
