@@ -24,7 +24,7 @@ from fastspec.generation.drafters.policy import COSTS, Length
 from fastspec.generation.drafters.retokenized import ANEW, TRIES, TextDrafter, decoded, encoded
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
-from fastspec.patches.assistants.speculative import Pair, TextDecoding, check, cost, pass_ms
+from fastspec.patches.assistants.speculative import Pair, TextDecoding, check_cost, draft_cost, pass_ms
 from fastspec.patches.backends import TORCH
 
 
@@ -122,7 +122,9 @@ def test_reading_texts_anew_is_part_of_the_price():
     decoding = TextDecoding(Speculative(most=5), target, Pair(draft, DRAFT, TARGET))
     length = decoding.drafter(rows=1, capacity=20, device="cpu", ops=TORCH, process=None).length
     price = (
-        check(target, "cpu", 1) + COSTS["cpu"].reread / pass_ms(COSTS["cpu"], target) + 2 * cost(draft, target, "cpu")
+        check_cost(target, "cpu", 1)
+        + COSTS["cpu"].reread / pass_ms(COSTS["cpu"], target)
+        + 2 * draft_cost(draft, target, "cpu")
     )
     assert length.price(2) == pytest.approx(price)
     fixed = (

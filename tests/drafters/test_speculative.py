@@ -29,7 +29,7 @@ from fastspec.generation.drafters.chain import ChainDrafter
 from fastspec.generation.drafters.policy import COSTS, LAYERS, Length
 from fastspec.generation.target import Target
 from fastspec.generation.tree import TokenTree, Verdict
-from fastspec.patches.assistants.speculative import SpeculativeDecoding, cost
+from fastspec.patches.assistants.speculative import SpeculativeDecoding, draft_cost
 from fastspec.patches.backends import TORCH
 from fastspec.patches.hf.cache import CACHE, kept_cache
 from fastspec.patches.session import session_of
@@ -370,14 +370,14 @@ def test_what_a_draft_costs_is_counted_by_weights_layers_and_the_host():
     read, little = (
         sum(p.numel() for p in m.parameters()) - m.model.embed_tokens.weight.numel() for m in (target, draft)
     )
-    assert cost(draft, target, "cpu") == pytest.approx(little / read)
-    assert cost(target, target, "cpu", 1) == pytest.approx((head + (read - head) / 4) / read)
+    assert draft_cost(draft, target, "cpu") == pytest.approx(little / read)
+    assert draft_cost(target, target, "cpu", 1) == pytest.approx((head + (read - head) / 4) / read)
     times = COSTS["cuda"]
     passes = [
         times.one * layers / LAYERS + 4 * count / times.bytes_per_ms for layers, count in ((1, little), (4, read))
     ]
-    assert cost(draft, target, "cuda") == pytest.approx((times.drafted + passes[0]) / passes[1])
-    assert cost(target, target, "cuda", 4) > 1 > cost(target, target, "cpu", 3)
+    assert draft_cost(draft, target, "cuda") == pytest.approx((times.drafted + passes[0]) / passes[1])
+    assert draft_cost(target, target, "cuda", 4) > 1 > draft_cost(target, target, "cpu", 3)
 
 
 def test_drafts_are_taken_up_again_behind_a_pause():

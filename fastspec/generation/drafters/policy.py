@@ -167,6 +167,13 @@ in bench_cpu.jsonl; "cuda" to the stacks of 1, 8, 16 and 61 nodes of three model
 `draft` and `observe` in bench_steps_h200.jsonl (the same tag). `wait`, `row`, `node` and `count`, which grows beside a
 server's other threads, are estimates: no row of a GPU holds them. On the H200 8 nodes of SmolLM2 take 1.8 times as long
 as one, 10 of a model of 8 billion weights 1.06 times."""
+
+
+def cost_on(device: torch.device | str) -> Cost:
+    """Costs of rounds on a device, those of CUDA on a kind that was not measured."""
+    return COSTS.get(torch.device(device).type, COSTS["cuda"])
+
+
 LAYERS = 30
 """Layers of the models that `Cost.one` was measured on. It grows with the number of layers."""
 

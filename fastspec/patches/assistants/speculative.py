@@ -9,7 +9,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -19,7 +18,7 @@ from fastspec.config import Speculative
 from fastspec.errors import Unsupported
 from fastspec.generation.drafters.base import Decoding
 from fastspec.generation.drafters.chain import ChainDrafter, MixedDrafter
-from fastspec.generation.drafters.policy import COSTS, LAYERS, Cost, Length
+from fastspec.generation.drafters.policy import LAYERS, Cost, Length, cost_on
 from fastspec.generation.drafters.retokenized import SharedDrafter, TextDrafter, room_for, shared_tokens
 from fastspec.generation.drafters.staged import StagedDrafter, room
 from fastspec.generation.ops import Ops
@@ -67,8 +66,8 @@ class SpeculativeDecoding(Decoding):
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> ChainDrafter:
         """The drafter of one call; with early exit it takes its cache from the target later, in `bind`."""
         config, layers = self.config, self.config.early_exit
-        more = check(self.target, device, rows)
-        length = _length(config, cost(self.draft, self.target, device, layers), more)
+        more = check_cost(self.target, device, rows)
+        length = _length(config, draft_cost(self.draft, self.target, device, layers), more)
         model: Any = None
         if layers is None:
             source = None if self.source is None else encode(self.draft, self.source)
@@ -104,9 +103,9 @@ class TextDecoding(Decoding):
         """The drafter of a call, and of later ones of its kind: drafts are drawn from the shared tokens, if any, under
         `process`, and are texts without, since a call without processors may sample too."""
         draft, config = self.pair.model, self.config
-        times = COSTS.get(torch.device(device).type, COSTS["cuda"])
-        more = check(self.target, device, rows) + times.reread / pass_ms(times, self.target)
-        length = _length(config, cost(draft, self.target, device), more)
+        times = cost_on(device)
+        more = check_cost(self.target, device, rows) + times.reread / pass_ms(times, self.target)
+        length = _length(config, draft_cost(draft, self.target, device), more)
         room = room_for(capacity, length)
         model = language_model(draft, None, rows=rows, capacity=room, tail=2, ops=ops, drafts=True)
         texts: dict[str, Any] = {
@@ -141,15 +140,14 @@ def _length(config: Speculative, cost: float, check: float) -> Length:
     return Length(config.most, cost, check) if config.gamma is None else Length(config.gamma)
 
 
-def check(model: Any, device: Any, rows: int) -> float:
+def check_cost(model: Any, device: Any, rows: int) -> float:
     """Cost of a pass over drafts beyond one over a token, in such passes; 0 in a batch, which has several anyway."""
-    cost = COSTS.get(torch.device(device).type, COSTS["cuda"])
-    return cost.check(sum(p.numel() * p.element_size() for p in read_parameters(model))) if rows == 1 else 0.0
+    return cost_on(device).check(sum(weight.nbytes for weight in read_parameters(model))) if rows == 1 else 0.0
 
 
-def cost(draft: Any, target: Any, device: Any, layers: int | None = None) -> float:
+def draft_cost(draft: Any, target: Any, device: Any, layers: int | None = None) -> float:
     """Cost of a token of a draft model, or of its first `layers`, in passes of the target: weights, layers and host."""
-    times = COSTS.get(torch.device(device).type, COSTS["cuda"])
+    times = cost_on(device)
     return (times.drafted + pass_ms(times, draft, layers)) / pass_ms(times, target)
 
 
@@ -249,10 +247,10 @@ def check_draft(draft: Any, target: Any) -> Any:
                     "speculative=(draft_model, draft_tokenizer, tokenizer) takes the target's last"
                 )
     _same_device(model, target)
-    cost = read_weights(model), read_weights(target)
-    if cost[0] >= cost[1]:
+    own, others = read_weights(model), read_weights(target)
+    if own >= others:
         warnings.warn(
-            f"the draft model reads {cost[0] / 1e6:.1f} M weights a token and the target {cost[1] / 1e6:.1f} M: "
+            f"the draft model reads {own / 1e6:.1f} M weights a token and the target {others / 1e6:.1f} M: "
             "drafting will not pay",
             stacklevel=3,
         )

@@ -23,7 +23,7 @@ from fastspec.generation.capture import SPENT
 from fastspec.generation.drafters.base import Drafter, HostDrafter, Process, adopt
 from fastspec.generation.drafters.dynamic_tree import SizedDecoding
 from fastspec.generation.drafters.given_text import CHUNKS
-from fastspec.generation.drafters.policy import COSTS
+from fastspec.generation.drafters.policy import cost_on
 from fastspec.generation.drafters.tree_sizes import Milliseconds, TreeSizes
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.engine.rounds import TOGETHER_TOKENS
@@ -221,7 +221,7 @@ def tree_sizes(plan: Plan) -> TreeSizes | None:
             prior_times(model, device, shapes, head, rows),
             known=read_times(path),
             captures=ops.captures,
-            switch=COSTS.get(device.type, COSTS["cuda"]).host if ops.captures else 0.0,
+            switch=cost_on(device).host if ops.captures else 0.0,
             timed=plan.ranks is None,
             keep=partial(keep_times, path),
         )
@@ -249,7 +249,7 @@ def prior_times(
 ) -> list[float]:
     """Milliseconds of a round without drafts and of one of each shape: of reading the weights, of which tokens choose
     experts independently, and of drafting. Asynchronous rounds do not wait for the host."""
-    cost, level = COSTS.get(device.type, COSTS["cuda"]), LEVEL.get(device.type, LEVEL["cuda"])
+    cost, level = cost_on(device), LEVEL.get(device.type, LEVEL["cuda"])
     whole, experts, share = expert_bytes(model)
     host = cost.host if cost.asynchronous else 0.0
 
