@@ -11,8 +11,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fastspec.errors import Unsupported
-
 SHARPEST = 100.0
 """Temperatures lie between 1 / SHARPEST and SHARPEST."""
 PRIOR = 2.0
@@ -44,11 +42,8 @@ def expected_calibration_error(
     probabilities: Tensor | Sequence[float], labels: Tensor | Sequence[float], bins: int = 10
 ) -> float:
     """Sum over bins of share of the items x |mean label - mean probability| (Naeini et al., AAAI 2015), of
-    probabilities [n] and labels [n] in [0, 1]; bins are ((b - 1) / bins, b / bins]. Raises `Unsupported` for others."""
+    probabilities [n] and labels [n] in [0, 1]; bins are ((b - 1) / bins, b / bins]."""
     p, y = (torch.as_tensor(each, dtype=torch.float64, device="cpu") for each in (probabilities, labels))
-    if p.dim() != 1 or p.shape != y.shape or not len(p) or bins < 1:
-        shapes = f"probabilities {tuple(p.shape)} and labels {tuple(y.shape)} must be [n], n >= 1"
-        raise Unsupported(f"calibration error: {shapes}; bins={bins}")
     bucket = ((p * bins).ceil().long() - 1).clamp(0, bins - 1)
     sums = torch.zeros(bins, dtype=torch.float64, device="cpu").index_add(0, bucket, y - p).tolist()
     return sum(map(abs, sums)) / len(p)
@@ -166,8 +161,6 @@ class Posterior:
 
 def beta_cdf(x: float, a: float, b: float) -> float:
     """The regularised incomplete beta function I_x(a, b), a, b > 0 (DLMF 8.17.22, Lentz)."""
-    if not (a > 0 and b > 0):
-        raise Unsupported(f"Beta({a}, {b}): both parameters must be positive")
     if x <= 0 or x >= 1:
         return float(x >= 1)
     if x > (a + 1) / (a + b + 2):  # the fraction converges fast below this point; above it the other tail has it below
@@ -196,8 +189,6 @@ def _log_density(x: float, a: float, b: float) -> float:
 @lru_cache(maxsize=65536)
 def beta_quantile(share: float, a: float, b: float) -> float:
     """The x with I_x(a, b) = share, 0 < share < 1, to about 1e-12: Newton's steps, else bisection."""
-    if not 0 < share < 1:
-        raise Unsupported(f"quantile {share} of a Beta distribution must lie between 0 and 1")
     low, high, x, moved = 0.0, 1.0, a / (a + b), 1.0
     while high - low > 1e-13 and moved > 1e-14:
         excess = beta_cdf(x, a, b) - share

@@ -25,7 +25,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fastspec.cascade.calibration import logit
 from fastspec.cascade.config import RANGES
 from fastspec.errors import Unsupported
 
@@ -41,20 +40,12 @@ class Scores:
 
     quality (L - k numbers): the probability that the answer of stage k, k + 1, ... L - 1 is acceptable; tokens (L - k -
     1): the expected new tokens of each later stage. `point` (2 (L - k) - 1) is the request among the training items,
-    free of calibration and risk: logits of quality, then logs of tokens; left out, it is taken from the two.
+    free of calibration and risk: logits of quality, then logs of tokens.
     """
 
     quality: tuple[float, ...]
     tokens: tuple[float, ...]
-    point: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        count = len(self.quality)
-        if not count or len(self.tokens) != count - 1:
-            raise Unsupported(f"Scores: {count} qualities need one expected token count fewer, not {len(self.tokens)}")
-        if not self.point:
-            counts = (math.log(max(each, 1.0)) for each in self.tokens)
-            object.__setattr__(self, "point", (*map(logit, self.quality), *counts))
+    point: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,13 +120,9 @@ class Solver:
     """
 
     def __init__(self, table: QualityTable, rates: Rates, *, neighbours: int | None = None) -> None:
-        """Raises `Unsupported` for rates of other stages, and `neighbours` not in 1 .. n - 1 (None: sqrt(n))."""
+        """`neighbours` is less than the number n of items; None: sqrt(n)."""
         items, stages = table.fresh.shape
-        if len(rates.token_ms) != stages:
-            raise Unsupported(f"Solver: rates of {len(rates.token_ms)} stages for a table of {stages}")
         self.neighbours = neighbours if neighbours is not None else min(items - 1, max(8, round(math.sqrt(items))))
-        if not 1 <= self.neighbours < items:
-            raise Unsupported(f"Solver: neighbours={neighbours} must be at least 1 and less than the {items} items")
         self.stages = stages
         self._quality = tuple(each.double() for each in table.quality)
         self._costs = rates.costs(table.fresh, table.kept)
@@ -148,13 +135,7 @@ class Solver:
         self._values = lru_cache(maxsize=PRICES_KEPT)(self._backward)
 
     def decide(self, stage: int, scores: Scores, price: float) -> Decision:
-        """Stop or go on, for a request that `stage` has answered, at a price (ms) of a bad answer. Raises `Unsupported`
-        for an unknown stage, scores of another stage, and a price below 0 or not finite."""
-        count = len(scores.quality)
-        if not 0 <= stage < self.stages or count != self.stages - stage:
-            raise Unsupported(f"Solver: scores of {count} stages do not fit stage {stage} of {self.stages}")
-        if not 0 <= price < math.inf:
-            raise Unsupported(f"Solver: price={price} of a bad answer must be finite and at least 0, in milliseconds")
+        """Stop or go on, for a request that `stage` has answered, at a price (ms) of a bad answer."""
         stop = price * (1 - scores.quality[0])
         if stage == self.stages - 1:
             return Decision(True, stop, math.inf)

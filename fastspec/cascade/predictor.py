@@ -121,12 +121,7 @@ class Predictor:
 
     def score(self, stage: int, features: Tensor, risk: float | None = None) -> Scores:
         """features [F] fp32 of the answer of `stage` -> `Scores`, whose qualities are the posterior's mean or lower
-        quantile `risk`. Raises `Unsupported` for an unknown stage, and features of another size or not finite."""
-        if not 0 <= stage < len(self.stages) or features.shape != (len(self.names),):
-            given = f"stage {stage} of {len(self.stages)}, features {tuple(features.shape)}"
-            raise Unsupported(f"score: {given}; expected [{len(self.names)}]")
-        if not math.isfinite(float(features.sum())):
-            raise Unsupported(f"score: the features of stage {stage} are not finite: {features.tolist()}")
+        quantile `risk`."""
         return self._scores(stage, self.heads[stage](features), risk)
 
     def table(self, risk: float | None = None) -> QualityTable:

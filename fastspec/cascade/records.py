@@ -58,17 +58,10 @@ def features(
     measures [T, 3] fp32 on the CPU: for each answer token its log-probability (untempered, nats), the gap between the
     two largest log-probabilities there, and the entropy (nats). `limit` is the number of tokens that the answer might
     have had, `ended` whether an end token closed it, `stage` of `stages` the model that gave it. Quantiles, linearly
-    interpolated, follow Gupta et al., arXiv 2404.10136. Raises `Unsupported` for an empty answer, sizes that do not
-    agree, and numbers that are not finite.
+    interpolated, follow Gupta et al., arXiv 2404.10136. Raises `Unsupported` for numbers that are not finite.
     """
     ids: Sequence[int] = tokens.tolist() if isinstance(tokens, Tensor) else tokens
     count = len(ids)
-    if measures.shape != (count, 3) or count < 1:
-        size = f"[{max(count, 1)}, 3], a row for each of {count} tokens"
-        raise Unsupported(f"features: measures {tuple(measures.shape)} must be {size}")
-    if prompt_tokens < 0 or limit < 1 or not 0 <= stage < stages:
-        given = f"prompt_tokens={prompt_tokens}, limit={limit}, stage={stage} of {stages}"
-        raise Unsupported(f"features: {given}: out of range")
     chances, gaps, entropies = measures.t().tolist()  # a hundred numbers do not pay for torch's operations
     sums = sum(chances), sum(gaps), sum(entropies)
     if not math.isfinite(sum(sums)):

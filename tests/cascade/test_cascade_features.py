@@ -77,24 +77,6 @@ def test_a_number_that_is_not_finite_is_refused(value, column):
         emitted(measures, range(7))
 
 
-@pytest.mark.parametrize(
-    ("shape", "tokens", "changes"),
-    [
-        ((0, 3), 0, {}),
-        ((5, 3), 4, {}),
-        ((5, 2), 5, {}),
-        ((5,), 5, {}),
-        ((5, 3), 5, {"stage": 3}),
-        ((5, 3), 5, {"stage": -1}),
-        ((5, 3), 5, {"limit": 0}),
-        ((5, 3), 5, {"prompt_tokens": -1}),
-    ],
-)
-def test_what_does_not_fit_is_refused(shape, tokens, changes):
-    with pytest.raises(Unsupported, match="features: "):
-        emitted(torch.zeros(shape), range(tokens), **changes)
-
-
 def test_features_score_and_decision_take_little_time():
     generator = torch.Generator().manual_seed(0)
     items, wide = 300, len(NAMES)

@@ -208,13 +208,6 @@ def test_training_data_that_do_not_fit_are_refused(change):
         Predictor.fit(stages, given, labels, tokens, kept, seed=0)
 
 
-def test_scores_refuse_other_sizes_and_numbers(fitted):
-    zeros = torch.zeros(len(NAMES))
-    for stage, vector in ((3, zeros), (-1, zeros), (0, zeros[1:]), (0, zeros + math.nan), (0, zeros + math.inf)):
-        with pytest.raises(Unsupported, match="score: "):
-            fitted.score(stage, vector)
-
-
 @pytest.mark.some("1.0")
 @pytest.mark.parametrize("rate", [0.0, 1.0])
 def test_labels_that_never_differ_give_probabilities_inside(rate):

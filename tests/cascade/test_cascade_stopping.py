@@ -14,6 +14,7 @@ from itertools import pairwise, product
 
 import pytest
 import torch
+from helpers.cascade import scored
 from helpers.examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -97,7 +98,7 @@ def test_an_example_by_both_solvers(price, stage):
     assert [bool(each) for each in stops].index(True) == stage
     table = alike([quality] * 9)
     solver = Solver(table, Rates((0.0,) * 4, (0.0,) * 4, costs))
-    scores = [Scores(quality[k:], (1.0,) * (3 - k)) for k in range(4)]
+    scores = [scored(quality[k:], (1.0,) * (3 - k)) for k in range(4)]
     assert stage_of(solver, scores, price) == stage
 
 
@@ -216,15 +217,9 @@ def test_a_price_without_bound_goes_to_the_best_stage(sixteenths, count):
     quality = [each / 16 for each in sixteenths]
     stages = len(quality)
     solver = Solver(alike([quality] * count), Rates((1.0,) * stages, (0.0,) * stages, (7.0,) * stages))
-    scores = [Scores(tuple(quality[k:]), (1.0,) * (stages - k - 1)) for k in range(stages)]
+    scores = [scored(tuple(quality[k:]), (1.0,) * (stages - k - 1)) for k in range(stages)]
     assert stage_of(solver, scores, 2.0**40) == quality.index(max(quality))  # the first of the best: going on costs
     assert stage_of(solver, scores, 1e-9) == 0
-
-
-def test_scores_without_a_point_lie_where_their_numbers_say():
-    scores = Scores((0.5, 0.75), (20.0,))
-    assert scores.point == pytest.approx((0, math.log(3), math.log(20)))
-    assert Scores((1.0, 0.0), (0.0,)).point[2] == 0 and all(map(math.isfinite, Scores((1.0, 0.0), (0.0,)).point))
 
 
 def test_costs_are_generated_verified_and_start():
@@ -243,7 +238,7 @@ def test_a_backward_pass_of_four_thousand_items_is_short_and_kept():
         torch.zeros(count, 3),
     )
     solver = Solver(table, Rates((1.0, 2.0, 3.0), (0.0, 0.1, 0.1), (1.0, 1.0, 1.0)))
-    scores = Scores((0.5, 0.6, 0.7), (30.0, 30.0))
+    scores = scored((0.5, 0.6, 0.7), (30.0, 30.0))
     times = []
     for price in range(1, 80):
         start = time.process_time()
@@ -256,19 +251,7 @@ def test_a_backward_pass_of_four_thousand_items_is_short_and_kept():
     assert solver._values.cache_info().misses == before
 
 
-def test_what_does_not_fit_is_refused():
-    rates = Rates((1.0, 1.0), (0.0, 0.0), (1.0, 1.0))
-    table = alike([(0.5, 0.6)] * 5)
-    solver = Solver(table, rates)
-    good = Scores((0.5, 0.6), (3.0,))
-    for stage, price in [(2, 1.0), (-1, 1.0), (1, 1.0), (0, -1.0), (0, math.nan), (0, math.inf)]:
-        with pytest.raises(Unsupported, match="Solver: "):
-            solver.decide(stage, good, price)
-    for neighbours in (0, 5):
-        with pytest.raises(Unsupported, match="neighbours"):
-            Solver(table, rates, neighbours=neighbours)
-    with pytest.raises(Unsupported, match="3 stages for a table of 2"):
-        Solver(table, Rates((1.0,) * 3, (0.0,) * 3, (1.0,) * 3))
+def test_rates_that_do_not_fit_are_refused():
     one, zero = (1.0,), (0.0,)
     for bad in [
         ((1.0, -1.0), (0.0, 0.0), (1.0, 1.0)),
@@ -279,7 +262,3 @@ def test_what_does_not_fit_is_refused():
     ]:
         with pytest.raises(Unsupported, match="Rates: "):
             Rates(*bad)
-    with pytest.raises(Unsupported, match="Scores: "):
-        Scores((0.5, 0.6), ())
-    with pytest.raises(Unsupported, match="less than the 1 items"):
-        Solver(alike([(0.5, 0.6)]), rates)

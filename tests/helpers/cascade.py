@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 import fastspec
+from fastspec.cascade.calibration import logit
 from fastspec.cascade.decisions import Scores
 from fastspec.cascade.predictor import Predictor
 from fastspec.cascade.records import NAMES
@@ -46,6 +48,11 @@ def cascaded(models: list[Any], **options: Any) -> Any:
     )
 
 
+def scored(quality: tuple[float, ...], tokens: tuple[float, ...]) -> Scores:
+    """Scores of a request that lies where these numbers say."""
+    return Scores(quality, tokens, (*map(logit, quality), *(math.log(max(each, 1.0)) for each in tokens)))
+
+
 @dataclass
 class Told:
     """Replaces `Predictor.score`: takes down what it was asked and answers from a script of qualities."""
@@ -56,7 +63,7 @@ class Told:
     def __call__(self, predictor: Any, stage: int, features: torch.Tensor, risk: float | None = None) -> Scores:
         self.asked.append((stage, features))
         quality = self.script[len(self.asked) - 1]
-        return Scores(quality, (10.0,) * (len(quality) - 1))
+        return scored(quality, (10.0,) * (len(quality) - 1))
 
 
 Distribution = list[Any]  # Fractions or floats, which sum to one
