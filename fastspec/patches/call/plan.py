@@ -174,24 +174,11 @@ def plan_call(
     decoding: Decoding = asked.decoding if text.source is None else asked.decoding.reading(text.source)
     shown = text.keep.cpu()  # once: each look at the device's own would wait for it
     refuse_prompts(model, text.ids, shown, text.past_length)
+    known = are_known(processors, criteria)
+    _refuse_combinations(asked, decoding, text, made, known)
     agreed = criteria if ranks is None else ranks.agreed(criteria)
-    ending, mixes = Ending(agreed, text.ids), isinstance(decoding, MixedDecoding)
-    known, rows, limit, streamer = are_known(processors, criteria), asked.rows, ending.limit, given.get("streamer")
-    held = unknown_types(processors) or grammars(processors)
-    if mixes and held:
-        raise Unsupported(
-            f"a mixture of two models' distributions takes no processors that may look at the tokens so far "
-            f"({held}): leave them out, or decode the large model's own distribution"
-        )
-    if rows is not None and text.handed_in:
-        raise Unsupported(f"ContinuousBatch takes whole prompts, without {CACHE}: name its assistant itself")
-    rows = rows if rows is not None and rows < len(ids) else None
-    if rows is not None and not known:
-        raise Unsupported(
-            f"ContinuousBatch decodes {rows} of {len(ids)} prompts at a time, and "
-            f"{unknown_types(processors, criteria)} may keep a state over the whole batch: name its assistant itself, "
-            "or pass at most as many prompts as it has rows"
-        )
+    ending, streamer = Ending(agreed, text.ids), given.get("streamer")
+    limit, rows = ending.limit, asked.rows if asked.rows is not None and asked.rows < len(ids) else None
     new = shown[:, text.past_length :]
     prompts, counts = compact(text.ids[:, -new.shape[1] :], new)
     dropped = dropped_spans(model, text.cache)
@@ -203,7 +190,8 @@ def plan_call(
     scored = bool(wanted and config.output_scores)
     processing = read_processors(processors, text.ids, bool(config.do_sample), scored=scored)
     if steps is not None:  # which apply them; drafts are not drawn, but a mixture processes both distributions
-        processing = replace(processing, process=processing.process if mixes else None, process_at=None)
+        process = processing.process if isinstance(decoding, MixedDecoding) else None
+        processing = replace(processing, process=process, process_at=None)
     pad = int(padding) if (padding := getattr(config, "_pad_token_tensor", None)) is not None else 0
     streaming = Streaming(streamer, len(prompts), pad) if streamer is not None else None
     emits = streaming is not None and (steps is None or steps.streamer is None)
@@ -247,6 +235,25 @@ def plan_call(
         dropped,
         likeliest=not config.do_sample and processing.process is None and not request.reads_logits,
     )
+
+
+def _refuse_combinations(asked: Continued, decoding: Decoding, text: Text, made: Prepared, known: bool) -> None:
+    """Raise Unsupported for processors beside a mixture, and for what prompts in turns cannot be combined with; `known`
+    says whether processors and criteria are."""
+    held = unknown_types(made.processors) or grammars(made.processors)
+    if isinstance(decoding, MixedDecoding) and held:
+        raise Unsupported(
+            f"a mixture of two models' distributions takes no processors that may look at the tokens so far "
+            f"({held}): leave them out, or decode the large model's own distribution"
+        )
+    if asked.rows is not None and text.handed_in:
+        raise Unsupported(f"ContinuousBatch takes whole prompts, without {CACHE}: name its assistant itself")
+    if asked.rows is not None and asked.rows < len(made.ids) and not known:
+        raise Unsupported(
+            f"ContinuousBatch decodes {asked.rows} of {len(made.ids)} prompts at a time, and "
+            f"{unknown_types(made.processors, made.criteria)} may keep a state over the whole batch: name its "
+            "assistant itself, or pass at most as many prompts as it has rows"
+        )
 
 
 def _read_text(model: Any, given: dict[str, Any], made: Prepared, continuous: bool, mode: Mode) -> Text:
