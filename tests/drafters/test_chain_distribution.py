@@ -180,8 +180,8 @@ def test_a_bonus_that_is_drawn_again_is_found(monkeypatch):
 class ForgetsWhatWasSaid(Counted):
     """After rounds without drafts the draft model reads the end of the text as if nothing had been said meanwhile."""
 
-    def _unread(self):
-        return super()._unread()[:, -2:]
+    def _lacked(self):
+        return super()._lacked()[:, -2:]
 
 
 def test_a_draft_model_that_missed_a_round_is_found():

@@ -123,7 +123,7 @@ class ChainDrafter(Drafter):
 
     def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:
         self.alive = torch.tensor([count == tokens.shape[1] for count in counts], device=tokens.device)
-        known = torch.cat((self._unread(), tokens.clamp(min=0)), 1)
+        known = torch.cat((self._lacked(), tokens.clamp(min=0)), 1)
         self.unread, self.root = known[:, :-1], torch.where(self.alive, known[:, -1], self.root)
         if self.whole is not None:
             self.draft.rewind(self.whole.lengths)
@@ -157,7 +157,7 @@ class ChainDrafter(Drafter):
         """A chain of drafts below the root, with their alternatives as leaves."""
         self.base = self.draft.lengths.clone()
         extent += self.nodes + 1
-        fed = self._unread() if self.whole is None else self.root[:, None]
+        fed = self._lacked() if self.whole is None else self.root[:, None]
         tokens, parents, q = [self.root[:, None]], [0], []
         node = 0
         self.adaptive.begin(self.alive.sum().clamp(min=1))
@@ -196,7 +196,7 @@ class ChainDrafter(Drafter):
         self.root = torch.where(active, verdict.bonus, self.root)
         self.alive = active
 
-    def _unread(self) -> Tensor:
+    def _lacked(self) -> Tensor:
         """The tokens [B, n + 1] that the draft's own cache lacks, the root the last; any in rows that have ended."""
         return torch.cat((self.unread, self.root[:, None]), 1)
 
@@ -248,7 +248,7 @@ class MixedDrafter(ChainDrafter, MixingDrafter):
         """A chain of drafts below the root, all of which the draft model reads, for its distribution after them."""
         self.base = self.draft.lengths.clone()
         extent += self.nodes + 2
-        tokens, drafted, fed = [self.root[:, None]], [], self._unread()
+        tokens, drafted, fed = [self.root[:, None]], [], self._lacked()
         while True:
             scores = self._feed(fed, extent)
             drafted.append((*self._all_probs(scores), scores.clone()))  # the next pass may write over them
