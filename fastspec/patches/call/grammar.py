@@ -16,6 +16,7 @@ from transformers import LogitsProcessor
 
 from fastspec.errors import NoDistribution, Unsupported
 from fastspec.generation.constraint import Masks, allow_all, roots_of
+from fastspec.generation.drafters.retokenized import common_prefix
 from fastspec.patches.call.grammar_text import FORMS, library, refusal, text_of
 
 TOGETHER = 4
@@ -143,12 +144,8 @@ class GrammarState:
 
     def follows(self, answer: list[int]) -> bool:
         """Roll the matcher to the end of an answer -> True where the grammar allows it, up to its end."""
-        taken, count = self.taken, 0
-        if answer[: len(taken)] == taken:
-            count = len(taken)
-        else:
-            while count < len(answer) and answer[count] == taken[count]:
-                count += 1
+        taken = self.taken
+        count = len(taken) if answer[: len(taken)] == taken else common_prefix(taken, answer)
         self.matcher.rollback(len(taken) - count)
         del taken[count:]
         while count < len(answer) and self._takes(answer[count]):
