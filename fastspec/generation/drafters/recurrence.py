@@ -7,7 +7,6 @@ bring before a round has any, and rounds without drafts need not wait for the ho
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 from fastspec.config import Cursor, Storage
 
@@ -45,12 +44,6 @@ def expectations(chances: Sequence[float], most: int) -> tuple[list[float], list
     return expected, following
 
 
-@lru_cache(32)
-def first_expectations(most: int) -> tuple[list[float], list[float]]:
-    """Those of the first chances, which every call begins with."""
-    return expectations(FIRST, most)
-
-
 class Recurrence:
     """Chances by kind of place, and the place of every row. `most` is the longest draft."""
 
@@ -66,8 +59,8 @@ class Recurrence:
         """Last tokens of each row that were foretold, and drafts that it is expected to accept over a longer time."""
         self.unlearnt = 0
         """Tokens since expectations were made."""
-        self.expected, self.following = first_expectations(most)
-        """Of these chances, which never change in place."""
+        self.expected, self.following = expectations(FIRST, most)
+        """By these chances."""
 
     def begin(self, row: int) -> None:
         """A row has another text, at a place that is not known."""
