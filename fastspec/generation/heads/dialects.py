@@ -161,23 +161,21 @@ def describe(raw: Mapping[str, Any], published: Iterable[str], state: Mapping[st
     normalised keys `state`. Raises CheckpointError for fields that are missing, out of range or beyond `EagleHead`."""
     fields = Fields.of(raw, where)
     dialect = DIALECTS[dialect_of(fields, published, state)]
-    notes: list[str] = []
-    flags: dict[str, Flag] = {}
     eagle3 = is_eagle3(state)
-    sizes = _sizes(fields, state, eagle3, notes)
-    _refuse_other_layers(fields, sizes["num_hidden_layers"], notes)
-    rope = _rope(fields, dialect, sizes["num_hidden_layers"], flags, notes)
-    interleaved = _interleaved(fields, state, flags, notes)
-    switches: dict[str, Any] = _switches_from_keys(state, sizes, fields, flags, notes)
+    sizes = _sizes(fields, state, eagle3)
+    _refuse_other_layers(fields, sizes["num_hidden_layers"])
+    rope = _rope(fields, dialect, sizes["num_hidden_layers"])
+    interleaved = _interleaved(fields, state)
+    switches: dict[str, Any] = _switches_from_keys(fields, state, sizes)
     taps: tuple[int, ...] | None = ()
     nested: tuple[int, ...] | None = None
     count = 0
     if eagle3:
-        switches |= _switches_from_config(fields, dialect, flags, notes)
+        switches |= _switches_from_config(fields, dialect)
         count = _tap_count(fields, state, sizes["target_hidden_size"])
-        taps, nested = _taps(fields, count, flags)
+        taps, nested = _taps(fields, count)
     if "auto_map" in raw:
-        notes.append("config.json names code (auto_map); code that comes with a head is never executed")
+        fields.notes.append("config.json names code (auto_map); code that comes with a head is never executed")
     try:
         config = HeadConfig(
             kind="eagle3" if eagle3 else "eagle",
@@ -196,12 +194,12 @@ def describe(raw: Mapping[str, Any], published: Iterable[str], state: Mapping[st
         taps_known=taps is not None,
         nested_taps=nested,
         rope_interleaved=interleaved,
-        flags=flags,
-        notes=tuple(notes),
+        flags=fields.flags,
+        notes=tuple(fields.notes),
     )
 
 
-def _sizes(fields: Fields, state: Mapping[str, Tensor], eagle3: bool, notes: list[str]) -> dict[str, Any]:
+def _sizes(fields: Fields, state: Mapping[str, Tensor], eagle3: bool) -> dict[str, Any]:
     """Sizes of the head, from the weights where config.json leaves them out or gives the target's."""
     hidden, heads, vocab = fields.size("hidden_size"), fields.size("num_attention_heads"), fields.size("vocab_size")
     head_dim = fields.size("head_dim", _rows(state, "layers.0.self_attn.q_proj.weight", hidden) // heads)
@@ -209,7 +207,7 @@ def _sizes(fields: Fields, state: Mapping[str, Tensor], eagle3: bool, notes: lis
     layers = len({found[1] for key in state if (found := re.match(r"layers\.(\d+)\.", key))}) or 1
     declared = fields.layer.get("num_hidden_layers")
     if declared not in (None, layers):
-        notes.append(f"config.json says num_hidden_layers {declared}, the weights hold {layers}, which are read")
+        fields.notes.append(f"config.json says num_hidden_layers {declared}, the weights hold {layers}, which are read")
     lm_head = state.get("lm_head.weight")
     draft = fields.size("draft_vocab_size", vocab if lm_head is None else lm_head.shape[0]) if eagle3 else vocab
     return {
@@ -220,7 +218,7 @@ def _sizes(fields: Fields, state: Mapping[str, Tensor], eagle3: bool, notes: lis
         "head_dim": head_dim,
         "vocab_size": vocab,
         "draft_vocab_size": draft,
-        "target_hidden_size": _target_hidden(fields, state, hidden, notes) if eagle3 else hidden,
+        "target_hidden_size": _target_hidden(fields, state, hidden) if eagle3 else hidden,
         "num_hidden_layers": layers,
     }
 
@@ -230,7 +228,7 @@ def _rows(state: Mapping[str, Tensor], name: str, default: int) -> int:
     return default if tensor is None else tensor.shape[0]
 
 
-def _target_hidden(fields: Fields, state: Mapping[str, Tensor], hidden: int, notes: list[str]) -> int:
+def _target_hidden(fields: Fields, state: Mapping[str, Tensor], hidden: int) -> int:
     """The width of the states that a head reads; left out, the head's own, or for a narrow one a share of fc."""
     fc = state.get("fc.weight")
     named = fields.layer.get(TAPS) or fields.nested.get(TAPS) or fields.layer.get(OUTPUTS)
@@ -241,7 +239,7 @@ def _target_hidden(fields: Fields, state: Mapping[str, Tensor], hidden: int, not
     size = fc.shape[1] // count
     if size <= declared or (fc.shape[1] % declared == 0 and size % declared):
         return declared
-    notes.append(f"config.json has no target_hidden_size; fc.weight reads {count} states of size {size}")
+    fields.notes.append(f"config.json has no target_hidden_size; fc.weight reads {count} states of size {size}")
     return size
 
 
@@ -250,7 +248,7 @@ def _of_llama4(fields: Fields) -> bool:
     return fields.layer.get("intermediate_size_mlp") is not None
 
 
-def _interleaved(fields: Fields, state: Mapping[str, Tensor], flags: dict[str, Flag], notes: list[str]) -> bool:
+def _interleaved(fields: Fields, state: Mapping[str, Tensor]) -> bool:
     """True where rotation turns neighbouring channels, as Llama 4's does."""
     if not _of_llama4(fields):
         return False
@@ -262,15 +260,15 @@ def _interleaved(fields: Fields, state: Mapping[str, Tensor], flags: dict[str, F
             "use_qk_norm norms queries and keys without weights (Llama 4), which fastspec "
             "does not run in heads: use one without it"
         )
-    flags["rope_interleaved"] = Flag(True, "Llama 4's rotation")
-    notes.append(
+    fields.flags["rope_interleaved"] = Flag(True, "Llama 4's rotation")
+    fields.notes.append(
         "programs differ in how a Llama 4 head rotates: neighbouring channels, which is used, or halves "
         "(rope_interleaved=False)"
     )
     return True
 
 
-def _refuse_other_layers(fields: Fields, layers: int, notes: list[str]) -> None:
+def _refuse_other_layers(fields: Fields, layers: int) -> None:
     """Layers that draft differently from full attention and SwiGLU are refused by name."""
     cfg = fields.layer
     activation = cfg.get("hidden_act", "silu")
@@ -278,7 +276,7 @@ def _refuse_other_layers(fields: Fields, layers: int, notes: list[str]) -> None:
         raise fields.error(f"hidden_act is {activation!r}; accepted is 'silu'")
     if NEMO in (fields.top.get("architectures") or []):
         if cfg.get("layer_types") or cfg.get("sliding_window"):
-            notes.append(
+            fields.notes.append(
                 "config.json is a copy of the target's; NeMo's heads attend to the whole text, whatever it says"
             )
         return
@@ -295,7 +293,7 @@ def _refuse_other_layers(fields: Fields, layers: int, notes: list[str]) -> None:
         )
 
 
-def _rope(fields: Fields, dialect: Dialect, layers: int, flags: dict[str, Flag], notes: list[str]) -> dict[str, Any]:
+def _rope(fields: Fields, dialect: Dialect, layers: int) -> dict[str, Any]:
     cfg = fields.layer
     given = _rope_of_layer(fields, cfg.get("rope_parameters") or cfg.get("rope_scaling") or {}, layers)
     check_kinds(given, fields.where)
@@ -305,7 +303,7 @@ def _rope(fields: Fields, dialect: Dialect, layers: int, flags: dict[str, Flag],
     theta, source = given.get("rope_theta") or cfg.get("rope_theta"), "config"
     if kind in dialect.trained_theta:
         if theta not in (None, TRAINED_THETA):
-            notes.append(
+            fields.notes.append(
                 f"config.json says rope_theta {theta}, but {dialect.name} trains this RoPE type with "
                 f"{TRAINED_THETA:g}; that is used"
             )
@@ -313,12 +311,12 @@ def _rope(fields: Fields, dialect: Dialect, layers: int, flags: dict[str, Flag],
     elif theta is None:
         theta, source = TRAINED_THETA, "absent, EAGLE's default"
     elif dialect.theta_note is not None and theta != TRAINED_THETA:
-        notes.append(dialect.theta_note)
+        fields.notes.append(dialect.theta_note)
     if kind == "mrope":
-        notes.append("rope_type 'mrope' is read as 'default': the two agree on text")
+        fields.notes.append("rope_type 'mrope' is read as 'default': the two agree on text")
         kind = "default"
     if kind in ("dynamic", "longrope"):
-        notes.append(
+        fields.notes.append(
             f"rope_type {kind!r} is used with the frequencies of contexts up to max_position_embeddings, at any length"
         )
     rope: dict[str, Any] = {
@@ -331,7 +329,7 @@ def _rope(fields: Fields, dialect: Dialect, layers: int, flags: dict[str, Flag],
         raise fields.error(f"partial_rotary_factor is {rope['partial_rotary_factor']}; it is a share, at most 1")
     if kind == "linear" and rope.get("factor") is None:
         raise fields.error("rope_type 'linear' needs a factor")
-    flags["rope_theta"] = Flag(float(theta), source)
+    fields.flags["rope_theta"] = Flag(float(theta), source)
     return rope | {"rope_type": kind, "rope_theta": float(theta)}
 
 
@@ -352,9 +350,7 @@ def _rope_of_layer(fields: Fields, given: Mapping[str, Any], layers: int) -> Map
     return named[0]
 
 
-def _switches_from_keys(
-    state: Mapping[str, Tensor], sizes: Mapping[str, Any], fields: Fields, flags: dict[str, Flag], notes: list[str]
-) -> dict[str, bool]:
+def _switches_from_keys(fields: Fields, state: Mapping[str, Tensor], sizes: Mapping[str, Any]) -> dict[str, bool]:
     def present(pattern: str) -> bool:
         return any(re.search(pattern, key) for key in state)
 
@@ -366,27 +362,25 @@ def _switches_from_keys(
         "fc_norm": present(r"^fc_norm\."),
         "input_norm": present(r"^input_norm\."),
     }
-    flags |= {name: Flag(value, "weights") for name, value in switches.items()}
+    fields.flags.update({name: Flag(value, "weights") for name, value in switches.items()})
     eagle3 = is_eagle3(state)
     if not eagle3 and fields.layer.get("bias") is True and not switches["fc_bias"]:
-        notes.append("config.json says bias, the weights hold no fc.bias; read without one")
+        fields.notes.append("config.json says bias, the weights hold no fc.bias; read without one")
     # A norm that the config has and the weights lack stays, so that the missing weight is reported by name.
     for name, given in (("fc_norm", "fc_norm"), ("input_norm", "norm_before_fc")) if eagle3 else ():
         declared = fields.find(given)
         if declared is not None and declared.value is True and not switches[name]:
-            switches[name], flags[name] = True, Flag(True, declared.source)
+            switches[name], fields.flags[name] = True, Flag(True, declared.source)
     like_target = (
         sizes["draft_vocab_size"] == sizes["vocab_size"] and sizes["hidden_size"] == sizes["target_hidden_size"]
     )
     switches["target_rows"] = eagle3 and "lm_head_map.weight" in state
     switches["own_lm_head"] = eagle3 and ("lm_head.weight" in state or not like_target) and not switches["target_rows"]
-    flags |= {name: Flag(switches[name], "weights") for name in ("own_lm_head", "target_rows")}
+    fields.flags.update({name: Flag(switches[name], "weights") for name in ("own_lm_head", "target_rows")})
     return switches
 
 
-def _switches_from_config(
-    fields: Fields, dialect: Dialect, flags: dict[str, Flag], notes: list[str]
-) -> dict[str, bool]:
+def _switches_from_config(fields: Fields, dialect: Dialect) -> dict[str, bool]:
     before = fields.find("norm_before_residual") or Flag(
         dialect.norm_before_residual, f"absent, default of {dialect.name}"
     )
@@ -397,8 +391,8 @@ def _switches_from_config(
             f"{fields.where}: the head has no norm before its LM head (use_last_layernorm is false); not supported"
         )
     if output.value and dialect.norm_output_note is not None:
-        notes.append(dialect.norm_output_note)
-    flags["norm_before_residual"], flags["norm_output"] = before, output
+        fields.notes.append(dialect.norm_output_note)
+    fields.flags["norm_before_residual"], fields.flags["norm_output"] = before, output
     return {"norm_before_residual": bool(before.value), "norm_output": bool(output.value)}
 
 
@@ -429,12 +423,12 @@ def _tap_count(fields: Fields, state: Mapping[str, Tensor], target_hidden: int) 
     return fc.shape[1] // target_hidden
 
 
-def _taps(fields: Fields, count: int, flags: dict[str, Flag]) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+def _taps(fields: Fields, count: int) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
     """Indices into hidden_states, None where the target's depth decides, and the numbers that `eagle_config` gives."""
     top, nested, outputs = fields.layer.get(TAPS), fields.nested.get(TAPS), fields.layer.get(OUTPUTS)
     ids, name = top or nested or outputs, TAPS if top or nested else OUTPUTS
     if not ids:
-        flags["taps"] = Flag("2, L/2, L-3", "absent, EAGLE-3's default")
+        fields.flags["taps"] = Flag("2, L/2, L-3", "absent, EAGLE-3's default")
         if count != 3:
             raise CheckpointError(
                 f"{fields.where}: fc.weight reads {count} layers but config.json does not name them ({TAPS})"
@@ -445,13 +439,13 @@ def _taps(fields: Fields, count: int, flags: dict[str, Flag]) -> tuple[tuple[int
             f"{fields.where}: {name} is {ids}; fc.weight reads {count} layers, so {count} layer numbers are expected"
         )
     if top:
-        flags["taps"] = Flag(tuple(top), "config")
+        fields.flags["taps"] = Flag(tuple(top), "config")
         return tuple(top), None
     if not nested:
         taps = tuple(i + 1 for i in ids)
-        flags["taps"] = Flag(taps, f"{OUTPUTS}, counted from layer outputs")
+        fields.flags["taps"] = Flag(taps, f"{OUTPUTS}, counted from layer outputs")
         return taps, None
-    taps, flags["taps"] = counted(tuple(ids), None)
+    taps, fields.flags["taps"] = counted(tuple(ids), None)
     return taps, tuple(ids)
 
 

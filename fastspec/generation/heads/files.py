@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -162,12 +162,17 @@ class Flag(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """config.json by level: `top` is the file, `layer` describes the transformer layer, `nested` is `eagle_config`."""
+    """config.json by level: `top` is the file, `layer` describes the transformer layer, `nested` is `eagle_config`.
+
+    What is read of the fields adds to `flags`, a switch -> its value and what decided it, and to `notes`, for a person.
+    """
 
     top: Mapping[str, Any]
     layer: Mapping[str, Any]
     nested: Mapping[str, Any]
     where: str
+    flags: dict[str, Flag] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, raw: Mapping[str, Any], where: str) -> Fields:
