@@ -188,15 +188,43 @@ def check_draft(draft: Any, target: Any) -> Any:
 
     Raises Unsupported for a model that cannot be decoded with, vocabularies that are not one, and another device.
     """
-    if isinstance(draft, tuple):
-        if len(draft) != 3 or not all(callable(getattr(t, "decode", None)) for t in draft[1:]):
-            names = ", ".join(type(part).__name__ for part in draft)
-            raise Unsupported(
-                "speculative=(draft_model, draft_tokenizer, tokenizer) takes the draft model, its tokenizer and the "
-                f"target's tokenizer, not ({names})"
-            )
-        draft = Pair(*draft)
+    draft = _pair(draft) if isinstance(draft, tuple) else draft
     model = draft.model if isinstance(draft, Pair) else draft
+    _refuse_draft(model, target)
+    if isinstance(draft, Pair):
+        _refuse_tokenizers(draft, target)
+    elif abs(vocabulary(model) - vocabulary(target)) > PADDING:
+        raise Unsupported(
+            f"the draft model has a vocabulary of {vocabulary(model)} tokens and the target one of "
+            f"{vocabulary(target)}: give both tokenizers with speculative=(draft_model, draft_tokenizer, tokenizer) "
+            f"(sizes of one vocabulary differ by {PADDING} at most, for padding)"
+        )
+    _same_device(model, target)
+    own, others = read_weights(model), read_weights(target)
+    if own >= others:
+        warnings.warn(
+            f"the draft model reads {own / 1e6:.1f} M weights a token and the target {others / 1e6:.1f} M: "
+            "drafting will not pay",
+            stacklevel=3,
+        )
+    if not isinstance(draft, Pair):
+        _compare_tokens(model, target)
+    return draft
+
+
+def _pair(given: tuple[Any, ...]) -> Pair:
+    """The pair of a tuple that a user gave."""
+    if len(given) != 3 or not all(callable(getattr(each, "decode", None)) for each in given[1:]):
+        names = ", ".join(type(part).__name__ for part in given)
+        raise Unsupported(
+            "speculative=(draft_model, draft_tokenizer, tokenizer) takes the draft model, its tokenizer and the "
+            f"target's tokenizer, not ({names})"
+        )
+    return Pair(*given)
+
+
+def _refuse_draft(model: Any, target: Any) -> None:
+    """Refuse what is no draft model of a target."""
     if not isinstance(model, PreTrainedModel):
         given = repr(model) if isinstance(model, (str, Path)) else f"a {type(model).__name__}"
         raise Unsupported(
@@ -221,42 +249,29 @@ def check_draft(draft: Any, target: Any) -> Any:
             f"{kinds[target.config.is_encoder_decoder]} one: a draft model reads what the target reads, so both must "
             "be of one kind"
         )
-    if target.config.is_encoder_decoder and isinstance(draft, Pair):
-        raise Unsupported(
-            "a draft model with another tokenizer drafts for decoder-only models: an encoder-decoder model's shares "
-            "its own"
-        )
     if model is target:
         raise Unsupported(
             "speculative=model is the target itself: fastspec.Speculative(early_exit=k) drafts with its first k layers"
         )
-    sizes = vocabulary(model), vocabulary(target)
-    if abs(sizes[0] - sizes[1]) > PADDING and not isinstance(draft, Pair):
+
+
+def _refuse_tokenizers(pair: Pair, target: Any) -> None:
+    """Refuse a pair for an encoder-decoder model, and tokenizers that are another model's."""
+    if target.config.is_encoder_decoder:
         raise Unsupported(
-            f"the draft model has a vocabulary of {sizes[0]} tokens and the target one of {sizes[1]}: give both "
-            "tokenizers with speculative=(draft_model, draft_tokenizer, tokenizer) (sizes of one vocabulary differ by "
-            f"{PADDING} at most, for padding)"
+            "a draft model with another tokenizer drafts for decoder-only models: an encoder-decoder model's shares "
+            "its own"
         )
-    if isinstance(draft, Pair):
-        for name, tokenizer, size in zip(
-            ("draft_tokenizer", "tokenizer"), (draft.draft_tokenizer, draft.tokenizer), sizes, strict=True
-        ):
-            if isinstance(tokenizer, Sized) and len(tokenizer) - size > PADDING:
-                raise Unsupported(
-                    f"{name} has {len(tokenizer)} tokens and its model {size}: it is another model's; "
-                    "speculative=(draft_model, draft_tokenizer, tokenizer) takes the target's last"
-                )
-    _same_device(model, target)
-    own, others = read_weights(model), read_weights(target)
-    if own >= others:
-        warnings.warn(
-            f"the draft model reads {own / 1e6:.1f} M weights a token and the target {others / 1e6:.1f} M: "
-            "drafting will not pay",
-            stacklevel=3,
-        )
-    if not isinstance(draft, Pair):
-        _compare_tokens(model, target)
-    return draft
+    for name, tokenizer, model in (
+        ("draft_tokenizer", pair.draft_tokenizer, pair.model),
+        ("tokenizer", pair.tokenizer, target),
+    ):
+        size = vocabulary(model)
+        if isinstance(tokenizer, Sized) and len(tokenizer) - size > PADDING:
+            raise Unsupported(
+                f"{name} has {len(tokenizer)} tokens and its model {size}: it is another model's; "
+                "speculative=(draft_model, draft_tokenizer, tokenizer) takes the target's last"
+            )
 
 
 def _compare_tokens(draft: Any, target: Any) -> None:
