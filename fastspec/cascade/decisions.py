@@ -38,13 +38,12 @@ CHUNK = 512
 class Scores:
     """A predictor's scores when stage k of L has answered.
 
-    quality (L - k numbers): the probability that the answer of stage k, k + 1, ... L - 1 is acceptable; tokens (L - k -
-    1): the expected new tokens of each later stage. `point` (2 (L - k) - 1) is the request among the training items,
-    free of calibration and risk: logits of quality, then logs of tokens.
+    quality (L - k numbers): the probability that the answer of stage k, k + 1, ... L - 1 is acceptable. `point` (2 (L -
+    k) - 1) is the request among the training items, free of calibration and risk: logits of quality, then logs of the
+    new tokens of each later stage.
     """
 
     quality: tuple[float, ...]
-    tokens: tuple[float, ...]
     point: tuple[float, ...]
 
 

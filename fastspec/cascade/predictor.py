@@ -68,15 +68,13 @@ class Predictor:
     """Predictor of a cascade of L stages, by the features of `fastspec.cascade.records`.
 
     `points[k]` [n, 2 (L - k) - 1] fp32 are the outputs at stage k for the training items, each by a network that was
-    not trained on it; fresh and kept [n, L] fp32 the tokens that their stages generated and took over. `factors[k]`
-    corrects exp(mean log) to a mean. `rates` are the stages' costs where the predictor was made, `place` its device,
-    dtype and versions.
+    not trained on it; fresh and kept [n, L] fp32 the tokens that their stages generated and took over. `rates` are the
+    stages' costs where the predictor was made, `place` its device, dtype and versions.
     """
 
     stages: tuple[str, ...]
     heads: tuple[Head, ...]
     outlooks: tuple[tuple[CalibratedProbability, ...], ...]
-    factors: tuple[tuple[float, ...], ...]
     points: tuple[Tensor, ...]
     fresh: Tensor
     kept: Tensor
@@ -106,7 +104,7 @@ class Predictor:
         folds = torch.empty(len(labels), dtype=torch.long, device="cpu")
         order = torch.randperm(len(labels), generator=generator, device="cpu")
         folds[order] = torch.arange(len(labels), device="cpu") % FOLDS
-        heads, outlooks, factors, points = [], [], [], []
+        heads, outlooks, points = [], [], []
         for stage, given in enumerate(features):
             logs = fresh[:, stage + 1 :].clamp(min=1).log()
             with _one_thread():
@@ -115,9 +113,7 @@ class Predictor:
             points.append(held_out)
             given_by = zip(held_out.T, labels[:, stage:].T, strict=False)
             outlooks.append(tuple(_outlook(logits, wanted, folds) for logits, wanted in given_by))
-            means = held_out[:, len(stages) - stage :].double().exp().mean(0)
-            factors.append(tuple((fresh[:, stage + 1 :].double().clamp(min=1).mean(0) / means).tolist()))
-        return cls(tuple(stages), tuple(heads), tuple(outlooks), tuple(factors), tuple(points), fresh, kept)
+        return cls(tuple(stages), tuple(heads), tuple(outlooks), tuple(points), fresh, kept)
 
     def score(self, stage: int, features: Tensor, risk: float | None = None) -> Scores:
         """features [F] fp32 of the answer of `stage` -> `Scores`, whose qualities are the posterior's mean or lower
@@ -133,10 +129,8 @@ class Predictor:
         return QualityTable(tuple(quality), self.points, self.fresh, self.kept)
 
     def _scores(self, stage: int, point: list[float], risk: float | None) -> Scores:
-        outlooks = self.outlooks[stage]
-        quality = tuple(outlook(logit, risk) for outlook, logit in zip(outlooks, point, strict=False))
-        logs = zip(self.factors[stage], point[len(outlooks) :], strict=True)
-        return Scores(quality, tuple(factor * math.exp(min(log, 30.0)) for factor, log in logs), tuple(point))
+        pairs = zip(self.outlooks[stage], point, strict=False)  # behind the logits come the logs of lengths
+        return Scores(tuple(outlook(logit, risk) for outlook, logit in pairs), tuple(point))
 
     def check(self, stages: Sequence[str]) -> None:
         """Raise `CheckpointError` for a predictor of other stages, by name and order, or of other features."""
@@ -155,7 +149,7 @@ class Predictor:
         tensors = {"fresh": self.fresh, "kept": self.kept}
         for k, head in enumerate(self.heads):
             tensors |= {f"{k}.{each.name}": getattr(head, each.name) for each in fields(Head)}
-            tensors |= {f"{k}.points": self.points[k], f"{k}.factors": _doubles(self.factors[k])}
+            tensors[f"{k}.points"] = self.points[k]
             for m, outlook in enumerate(self.outlooks[k], k):
                 calibrator, posterior = outlook.calibrator, outlook.posterior
                 numbers = {
@@ -293,7 +287,7 @@ def _read(stages: tuple[str, ...], names: tuple[str, ...], tensors: dict[str, Te
     bad = [name for name, each in tensors.items() if each.is_floating_point() and not bool(torch.isfinite(each).all())]
     if bad:
         raise Unsupported(f"{', '.join(bad)}: not finite")
-    heads, outlooks, factors, points = [], [], [], []
+    heads, outlooks, points = [], [], []
     for k in range(len(stages)):
         head = Head(*(tensors[f"{k}.{each.name}"] for each in fields(Head)))
         width, hidden = 2 * (len(stages) - k) - 1, len(head.b1)
@@ -302,14 +296,13 @@ def _read(stages: tuple[str, ...], names: tuple[str, ...], tensors: dict[str, Te
             _expect(tensors, f"{k}.{each.name}", shape)
         heads.append(head)
         points.append(_expect(tensors, f"{k}.points", (len(tensors["fresh"]), width)))
-        factors.append(tuple(_expect(tensors, f"{k}.factors", (len(stages) - k - 1,), torch.float64).tolist()))
         outlooks.append(tuple(_read_outlook(f"{k}.{m}.", tensors) for m in range(k, len(stages))))
     fresh, kept = (_expect(tensors, name, (len(tensors["fresh"]), len(stages))) for name in ("fresh", "kept"))
     rates = None
     if "rates" in tensors:
         columns = _expect(tensors, "rates", (len(fields(Rates)), len(stages)), torch.float64).tolist()
         rates = Rates(*(tuple(column) for column in columns))
-    return Predictor(stages, tuple(heads), tuple(outlooks), tuple(factors), tuple(points), fresh, kept, names, rates)
+    return Predictor(stages, tuple(heads), tuple(outlooks), tuple(points), fresh, kept, names, rates)
 
 
 def _read_outlook(where: str, tensors: dict[str, Tensor]) -> CalibratedProbability:

@@ -137,12 +137,7 @@ def settings_of(draw: st.DrawFn):
         table, Rates(rates[0], (0.0, *rates[1][1:]), rates[2]), neighbours=draw(st.sampled_from([1, 2, 4, 8]))
     )
     requests = [
-        [
-            Scores(
-                tuple((number(each) / 16).tolist()), (1.0,) * (each - 1), tuple(number(2 * each - 1, most=999).tolist())
-            )
-            for each in left
-        ]
+        [Scores(tuple((number(each) / 16).tolist()), tuple(number(2 * each - 1, most=999).tolist())) for each in left]
         for _ in range(8)
     ]
     return solver, requests, table

@@ -50,7 +50,7 @@ def cascaded(models: list[Any], **options: Any) -> Any:
 
 def scored(quality: tuple[float, ...], tokens: tuple[float, ...]) -> Scores:
     """Scores of a request that lies where these numbers say."""
-    return Scores(quality, tokens, (*map(logit, quality), *(math.log(max(each, 1.0)) for each in tokens)))
+    return Scores(quality, (*map(logit, quality), *(math.log(max(each, 1.0)) for each in tokens)))
 
 
 @dataclass
