@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastspec.errors import Unsupported, check_whole
+from fastspec.errors import Unsupported
 from fastspec.generation.drafters.retokenized import common_prefix
 
 DROPPED = 64
@@ -52,12 +52,10 @@ class CacheManager:
 
     Entries are copies. Where a new one needs room, the least recently used ones are moved to the CPU's memory, in place
     of those used even earlier, or dropped. Prefixes of fewer than `least` tokens are neither kept nor found. Calls from
-    several threads take turns. A deep copy starts empty. Raises `Unsupported` for budgets that are no whole numbers.
+    several threads take turns. A deep copy starts empty.
     """
 
     def __init__(self, budget: int, *, host_budget: int = 0, least: int = 16) -> None:
-        check_whole("CacheManager", 1, budget=budget, least=least)
-        check_whole("CacheManager", 0, host_budget=host_budget)
         self.budget, self.host_budget, self.least = budget, host_budget, least
         self._lock = Lock()
         self._entries: list[_Entry] = []  # the least recently used first

@@ -302,6 +302,8 @@ def test_bad_configurations_are_refused_and_change_nothing(tmp_path: Any) -> Non
         ({"rule": "v9"}, "rule"),
         ({"gamma": 0}, "gamma"),
         ({"memory": 0}, "memory"),
+        ({"memory": 1.5}, "memory"),
+        ({"host_memory": -1}, "host_memory"),
         ({"price": float("nan")}, "price"),
         ({"stages": [small, small], "mode": "token"}, "two models"),
     ):
