@@ -90,6 +90,15 @@ class Target(Buffered, ABC):
         raise NotImplementedError(f"{type(self).__name__} cannot take another prompt in place of a row")
 
 
+def compact(ids: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
+    """Move each row's real tokens to the front -> ids [B, max count], counts [B]; keep [B, T] may lie on the host."""
+    counts = keep.sum(1)
+    if bool(keep.all()):
+        return ids.clone(), counts.to(ids.device)
+    order = torch.argsort((~keep).int(), dim=1, stable=True)[:, : int(counts.max())]
+    return ids.gather(1, order.to(ids.device)), counts.to(ids.device)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
     """An encoder's reading of a call's rows: `states` [B, S, D], and the `mask` [B, S] and tokens `ids` [B, S] that the
@@ -107,8 +116,7 @@ class Source:
             return None
         keep = torch.ones_like(self.ids) if self.mask is None else self.mask.to(self.ids.device)
         whole, real = torch.cat((self.ids, ids), 1), torch.cat((keep.bool(), torch.ones_like(ids, dtype=torch.bool)), 1)
-        order = torch.argsort((~real).int(), dim=1, stable=True)[:, : int(real.sum(1).max())]
-        return whole.gather(1, order), real.sum(1)
+        return compact(whole, real)
 
 
 NARROW = 512

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fastspec.devices import made_current
 from fastspec.errors import Unsupported
+from fastspec.generation.target import compact
 from fastspec.generation.tree import TokenTree, Verdict
 from fastspec.generation.verify import TokenLogprob, top_logprobs
-from fastspec.patches.call.prompts import compact
 from fastspec.patches.call.refusals import refuse_ids
 from fastspec.patches.hf.compat import device_of, unwrapped
 from fastspec.patches.hf.factory import language_model

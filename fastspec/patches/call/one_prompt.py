@@ -26,6 +26,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from fastspec.errors import Unsupported
 from fastspec.generation.engine.open_batch import Rule
+from fastspec.generation.target import compact
 from fastspec.generation.tree import DraftTree
 from fastspec.generation.verify import drawn_seed, measure, top_logprobs
 from fastspec.patches.call.grammar import Grammar, GrammarState
@@ -43,7 +44,6 @@ from fastspec.patches.call.processors import (
 )
 from fastspec.patches.call.prompts import (
     besides_tokens,
-    compact,
     position_shift,
     real_tokens,
     refuse_dropped,

@@ -15,7 +15,7 @@ from fastspec.generation.drafters.base import Decoding
 from fastspec.generation.engine.call import Request
 from fastspec.generation.layer_state import LayerCache
 from fastspec.generation.ops import Ops
-from fastspec.generation.target import Source
+from fastspec.generation.target import Source, compact
 from fastspec.kernels.attention.reference import Span
 from fastspec.patches.assistants.registry import Continued
 from fastspec.patches.assistants.speculative import MixedDecoding
@@ -32,7 +32,6 @@ from fastspec.patches.call.processors import (
 from fastspec.patches.call.prompts import (
     OwnPrefill,
     besides_tokens,
-    compact,
     position_shift,
     real_tokens,
     refuse_dropped,

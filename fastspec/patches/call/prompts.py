@@ -59,15 +59,6 @@ def real_tokens(model: Any, ids: Tensor, mask: Tensor | None, config: Any, past:
     return keep
 
 
-def compact(ids: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
-    """Move each row's real tokens to the front -> ids [B, max count], counts [B]; keep [B, T] may lie on the host."""
-    counts = keep.sum(1)
-    if bool(keep.all()):
-        return ids.clone(), counts.to(ids.device)
-    order = torch.argsort((~keep).int(), dim=1, stable=True)[:, : int(counts.max())]
-    return ids.gather(1, order.to(ids.device)), counts.to(ids.device)
-
-
 def besides_tokens(model_kwargs: dict[str, Any]) -> set[str]:
     """The inputs besides tokens that a call brings."""
     return {name for name in given_inputs(model_kwargs) if is_besides_tokens(name)}

@@ -9,7 +9,8 @@ from helpers.models import tiny_model
 from transformers import DynamicCache
 
 from fastspec.errors import Unsupported
-from fastspec.patches.call.prompts import OwnPrefill, compact, real_tokens
+from fastspec.generation.target import compact
+from fastspec.patches.call.prompts import OwnPrefill, real_tokens
 from fastspec.patches.call.refusals import refuse_prompts
 
 IDS = torch.arange(1, 7)[None]
