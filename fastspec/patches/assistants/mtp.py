@@ -438,43 +438,52 @@ def _built(
             lambda: type(norm)(config.hidden_size, eps=config.rms_norm_eps),
             final=form.final,
         )
-    wanted = head.state_dict()
-    faults = [f"{name} is missing" for name in wanted if name not in state]
-    faults += [f"{name} is unknown" for name in state if name not in wanted]
+    _check_fits(state, head.state_dict(), target.name, where)
+    head.load_state_dict(_placed(state, like, target, where), assign=True)
+    left = [name for name, each in (*head.named_parameters(), *head.named_buffers()) if each.is_meta]
+    if left:
+        raise CheckpointError(f"{where}: {', '.join(left)} of an MTP layer of this {target.name} are in no file")
+    head.d2t, head.source = head.d2t.to(target.device), source
+    own = None if embedding is None else _embedding(embedding, target, where)
+    return bind(head.requires_grad_(False).eval(), own, target)
+
+
+def _check_fits(state: dict[str, Tensor], wanted: dict[str, Tensor], name: str, where: str) -> None:
+    """Raise CheckpointError for tensors that are missing, unknown or of another shape than a head's."""
+    faults = [f"{key} is missing" for key in wanted if key not in state]
+    faults += [f"{key} is unknown" for key in state if key not in wanted]
     faults += [
-        f"{name} is {list(tensor.shape)}, not {list(wanted[name].shape)}"
-        for name, tensor in state.items()
-        if name in wanted and tensor.shape != wanted[name].shape
+        f"{key} is {list(tensor.shape)}, not {list(wanted[key].shape)}"
+        for key, tensor in state.items()
+        if key in wanted and tensor.shape != wanted[key].shape
     ]
     if faults:
         more = f" and {len(faults) - 4} more" if len(faults) > 4 else ""
-        raise CheckpointError(
-            f"the MTP weights of {where} do not fit this {target.name}: {'; '.join(faults[:4])}{more}"
-        )
-    kinds = dict(like.named_parameters()) | dict(like.named_buffers())  # some are kept in fp32
+        raise CheckpointError(f"the MTP weights of {where} do not fit this {name}: {'; '.join(faults[:4])}{more}")
+
+
+def _placed(state: dict[str, Tensor], like: nn.Module, target: TargetParts, where: str) -> dict[str, Tensor]:
+    """Tensors where the target is, in the dtypes of its layer `like`: some are kept in fp32."""
     check_range(state, target.dtype, where)
-    placed = {}
+    kinds, placed = dict(like.named_parameters()) | dict(like.named_buffers()), {}
     for name, tensor in state.items():
         twin = kinds.get(name.removeprefix("layer."))
         dtype = target.dtype if twin is None or not tensor.is_floating_point() else twin.dtype
         placed[name] = tensor.to(target.device, dtype if dtype.is_floating_point else tensor.dtype)
         check_finite(name, placed[name], where)
-    head.load_state_dict(placed, assign=True)
-    left = [name for name, each in (*head.named_parameters(), *head.named_buffers()) if each.is_meta]
-    if left:
-        raise CheckpointError(f"{where}: {', '.join(left)} of an MTP layer of this {target.name} are in no file")
-    head.d2t, head.source = head.d2t.to(target.device), source
-    own = None
-    if embedding is not None:
-        rows, width = target.rows[0], target.sizes.hidden_size
-        if embedding.ndim != 2 or embedding.shape[0] < rows or embedding.shape[1] != width:
-            raise CheckpointError(
-                f"the MTP layer of {where} has an embedding of shape {list(embedding.shape)}, and this {target.name} "
-                f"has {rows} tokens and is {width} wide: take the layer of this model's own checkpoint"
-            )
-        check_finite("embed_tokens.weight", embedding, where)
-        own = nn.Embedding.from_pretrained(embedding.to(target.device, target.dtype), freeze=True)
-    return bind(head.requires_grad_(False).eval(), own, target)
+    return placed
+
+
+def _embedding(weight: Tensor, target: TargetParts, where: str) -> nn.Embedding:
+    """The embedding that an MTP layer brought."""
+    rows, width = target.rows[0], target.sizes.hidden_size
+    if weight.ndim != 2 or weight.shape[0] < rows or weight.shape[1] != width:
+        raise CheckpointError(
+            f"the MTP layer of {where} has an embedding of shape {list(weight.shape)}, and this {target.name} has "
+            f"{rows} tokens and is {width} wide: take the layer of this model's own checkpoint"
+        )
+    check_finite("embed_tokens.weight", weight, where)
+    return nn.Embedding.from_pretrained(weight.to(target.device, target.dtype), freeze=True)
 
 
 def _like(state: dict[str, Tensor], layers: Any, adapter: Adapter) -> int | None:
