@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("fastapi")
+pytest.importorskip("starlette")
 
 from fastspec.generation.verify import TokenLogprob
 from fastspec.patches.call.processors import StreamedRound

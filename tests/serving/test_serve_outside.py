@@ -55,6 +55,12 @@ def test_refusals_name_the_field_that_a_client_has_given() -> None:
             assert status == (400 if named else 200) and named in json.dumps(said), said
 
 
+def test_a_server_needs_none_of_transformers_own() -> None:
+    """Whose programs bring fastapi."""
+    program = "import sys; sys.modules['fastapi'] = None; from fastspec.programs.serving import app"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=SECONDS)
+
+
 def test_a_row_whose_client_has_gone_is_not_decoded_to_its_end() -> None:
     """In a process of its own, which has to be told. Rounds of 4 tokens at most would be 112 for an answer."""
     count, tokens = 8, 450

@@ -20,6 +20,7 @@ from helpers.training import small_target, small_tokenizer
 import fastspec
 from fastspec.programs.serving.app import PATHS
 from fastspec.programs.serving.middleware import RequestMiddleware
+from fastspec.programs.serving.requests import SAMPLING
 from fastspec.programs.training.heads import save_head
 
 pytestmark = MARKS
@@ -49,6 +50,17 @@ def test_the_page_names_every_route_and_every_metric() -> None:
     for name in metrics:
         assert any(f"`{name.removeprefix(prefix)}" in PAGE for prefix in ("", "fastspec", "fastspec_stage")), name
     assert not [path for path in PATHS if f"`{path}" not in PAGE]
+
+
+def test_the_comparison_has_what_agents_and_evaluations_send() -> None:
+    table = PAGE.partition("\n## Beside other servers\n")[2].partition("\n## ")[0]
+    fields = SAMPLING - {
+        "generation_config",
+        "structured_outputs",
+        "price",
+    }  # transformers' settings, vLLM's, a cascade's
+    more = "echo", "n", "tool_choice", "parallel_tool_calls", "frequency_penalty", "presence_penalty", "stop", "timings"
+    assert not [name for name in (*fields, *more) if f"`{name}" not in table]
 
 
 def test_the_clients_snippet_prints_an_answer_as_it_comes(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -259,7 +259,7 @@ def test_null_is_not_given_and_what_changes_nothing_is_taken(server: Served) -> 
         "stop": [],
         "logit_bias": {},
         "stream": None,
-        "stream_options": None,
+        "stream_options": {"include_usage": None, "include_obfuscation": False},
         "parallel_tool_calls": True,
         "verbosity": "medium",
         "store": False,

@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-pytest.importorskip("fastapi")
+pytest.importorskip("starlette")
 
 from fastspec.cascade.decisions import Visit
 from fastspec.patches.call.processors import StreamedRound

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("fastapi")
+pytest.importorskip("starlette")
 
 from fastspec.programs.serving.wire import LOOK, Wire, sendable
 

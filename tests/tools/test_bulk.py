@@ -21,7 +21,7 @@ from fastspec.models import SMOLLM2
 from fastspec.programs import bulk
 from fastspec.programs.bulk import Done, read_answered, read_left, read_tasks, settings_of, share_of_process
 from fastspec.programs.cli.app import app
-from fastspec.programs.cli.serving import Chosen, chosen_of
+from fastspec.programs.cli.serving import Chosen, chosen_of, opened
 from fastspec.programs.texts import encode
 from fastspec.programs.training.heads import save_head
 
@@ -377,10 +377,10 @@ def test_an_assistant_that_these_commands_do_not_have_is_told_before_a_model_is_
     monkeypatch.setattr("fastspec.programs.cli.options.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "w5"}')
     given = [word.format(file=tmp_path / "prompts.jsonl", out=tmp_path / "out.jsonl") for word in command]
-    done = CliRunner().invoke(app, [*given, "--assistant", "speculative"])
+    done = CliRunner().invoke(app, [*given, "--assistant", "cascade"])
     assert done.exit_code == 1
     assert (
-        "--assistant speculative: accepted are eagle3, eagle2, eagle, mtp, nasd, autoregressive"
+        "--assistant cascade: accepted are eagle3, eagle2, eagle, mtp, nasd, speculative, autoregressive"
         in f"{done.exception} {done.output}".replace("\n", " ")
     )
 
@@ -417,6 +417,8 @@ OWN, OLDER = {"eagle3": "own"}, {"eagle": "older", "eagle2": "older"}
         (("other", {**OLDER, **OWN}, None), Chosen("eagle3", "own")),
         (("other", {**OLDER, **OWN}, "eagle"), Chosen("eagle", "older")),
         (("other", {}, "autoregressive"), Chosen("autoregressive", None)),
+        ((SMOLLM2, {}, None, "small"), Chosen("speculative", "small")),
+        (("other", {}, "speculative", "small"), Chosen("speculative", "small")),
     ],
     ids=str,
 )
@@ -427,3 +429,20 @@ def test_commands_choose_an_assistant_and_its_head(given: Any, wanted: Chosen) -
             chosen_of("other", {}, assistant)
     with pytest.raises(Unsupported, match=r"; --head older is for eagle and eagle2$"):
         chosen_of("other", OLDER, "eagle3")
+    for more in (({}, "nasd", "small"), (OWN, None, "small"), ({}, "speculative")):
+        with pytest.raises(Unsupported, match="--draft-model"):
+            chosen_of("other", *more)
+
+
+def test_a_draft_model_drafts_for_what_these_commands_open(tmp_path: Path) -> None:
+    for name, layers in (("large", 2), ("little", 1)):
+        small_target(layers=layers).save_pretrained(tmp_path / name)
+        small_tokenizer().save_pretrained(tmp_path / name)
+    large, little = str(tmp_path / "large"), str(tmp_path / "little")
+    chosen = chosen_of(large, {}, None, little)
+    batch, tokenizer = opened(large, chosen, rows=2, max_length=64, device="cpu", backend="torch")
+    with batch:
+        ids = tokenizer("w5 w6 w7", return_tensors="pt").input_ids
+        answer = batch.submit(ids, max_new_tokens=12, do_sample=False).result(60)
+        assert batch.stats.assistant == batch.info["assistant"] == "speculative" and batch.stats.drafted > 0
+    assert torch.equal(answer, small_target(layers=2).generate(ids, max_new_tokens=12, do_sample=False))

@@ -114,7 +114,7 @@ def test_training_has_the_names_of_the_other_commands(saved: Path, tmp_path: Pat
 
 
 def test_the_server_takes_the_length_of_answers_by_both_names(monkeypatch) -> None:
-    pytest.importorskip("fastapi")
+    pytest.importorskip("starlette")
     from fastspec.programs.serving import app, requests
 
     def stop(*limits: int) -> None:

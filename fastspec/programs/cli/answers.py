@@ -56,7 +56,7 @@ def chat(
     model_option: options.ModelOption = None,
     prompt: Annotated[list[str] | None, Option(help="Answer this and exit; repeatable, commands too.")] = None,
     head: options.Heads = None,
-    draft_model: Annotated[str | None, Option(help="Smaller model, named as the target, for speculative.")] = None,
+    draft_model: options.Draft = None,
     resource: Annotated[list[str] | None, Option(help="ASSISTANT=SOURCE: a head, a model, a cascade's YAML.")] = None,
     assistant: Annotated[str | None, Option(help="Who answers; several, comma-separated, are compared.")] = None,
     max_new_tokens: options.MaxNewTokens = 128,

@@ -20,7 +20,6 @@ from fastspec.programs.cli import options
 from fastspec.programs.heads import fitting_heads
 from fastspec.programs.terminal import counting
 
-Draft = Annotated[str | None, Option(help="Smaller model, named as the target.")]
 Rows = Annotated[list[int] | None, Option(min=1, help="Prompts that are answered together; repeatable.")]
 Length = Annotated[int, Option(min=1, help="Tokens of the longest prompt.")]
 
@@ -29,7 +28,7 @@ def warmup(
     model: options.AnyModel = None,
     model_option: options.ModelOption = None,
     head: options.Heads = None,
-    draft_model: Draft = None,
+    draft_model: options.Draft = None,
     rows: Rows = None,
     length: Length = 2048,
     dtype: options.Dtype = None,
@@ -65,7 +64,7 @@ def tune(
     model: options.Model = None,
     model_option: options.ModelOption = None,
     head: options.Heads = None,
-    draft_model: Draft = None,
+    draft_model: options.Draft = None,
     rows: Rows = None,
     length: Length = 1024,
     minutes: Annotated[float, Option(help="When to stop; what reads most is measured first.")] = 5.0,

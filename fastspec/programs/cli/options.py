@@ -30,6 +30,7 @@ MaxNewTokens = Annotated[int, Option(min=1, help="Longest answer, in tokens.")]
 Dtype = Annotated[
     Literal["float32", "bfloat16", "float16"] | None, Option(help="Else float32 (CPU) or bfloat16 (CUDA).")
 ]
+Draft = Annotated[str | None, Option("--draft-model", help="Smaller model, named as the target, for speculative.")]
 Device = Annotated[str | None, Option(help="cpu, cuda or cuda:N; by default CUDA where there is a device.")]
 KERNELS = "Kernels: auto (the device's), torch, cpp (CPU, with a compiler), triton (CUDA). See docs/guide/devices.md."
 Backend = Annotated[BackendName, Option(help=KERNELS)]

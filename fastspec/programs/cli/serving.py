@@ -118,25 +118,34 @@ def _processes(text: str, names: Sequence[str]) -> tuple[str, int]:
 
 HEADS = ("eagle3", "eagle2", "eagle")
 """Assistants with a head, the one that is taken where there are several first."""
-ASSISTANTS = (*HEADS, "mtp", "nasd", "autoregressive")
+ASSISTANTS = (*HEADS, "mtp", "nasd", "speculative", "autoregressive")
 """Names of assistants that an open batch decodes with, and a command can take."""
-ASSISTANT = f"{', '.join(ASSISTANTS[:-1])} or {ASSISTANTS[-1]}; that of a head where there is one, else nasd."
+ASSISTANT = (
+    f"{', '.join(ASSISTANTS[:-1])} or {ASSISTANTS[-1]}; that of a head or a draft model where there is one, else nasd."
+)
 AssistantOption = Annotated[str | None, Option("--assistant", help=ASSISTANT)]
 MaxLength = Annotated[int | None, Option(min=2, help="Longest prompt and answer together, in tokens.")]
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The assistant of a command, and its head."""
+    """The assistant of a command, and its head or draft model."""
 
     assistant: AssistantName
     head: str | None
 
 
-def chosen_of(name: str, given: Mapping[str, str], assistant: str | None) -> Chosen:
-    """The assistant that a command names, else that of a given head or of one that ships for the model, else "nasd"."""
+def chosen_of(name: str, given: Mapping[str, str], assistant: str | None, draft: str | None = None) -> Chosen:
+    """The assistant that a command names, else that of a draft model, of a given head or of one that ships for the
+    model, else "nasd"."""
     if assistant not in (None, *ASSISTANTS):
         raise Unsupported(f"--assistant {assistant}: {accepted(str(assistant), ASSISTANTS)}")
+    if draft is not None and (given or assistant not in (None, "speculative")):
+        raise Unsupported(f"--draft-model {draft} is for speculative: leave it out, or another --assistant and --head")
+    if draft is None and assistant == "speculative":
+        raise Unsupported("--assistant speculative needs --draft-model MODEL, which drafts for it")
+    if draft is not None:
+        return Chosen("speculative", draft)
     heads = dict(SHIPPED.get(name, ())) | dict(given)
     first = [*(each for each in HEADS if each in given), *(each for each in HEADS if each in heads)]
     chosen = cast(AssistantName, assistant or next(iter(first), "nasd"))
@@ -149,26 +158,31 @@ def chosen_of(name: str, given: Mapping[str, str], assistant: str | None) -> Cho
 
 
 def chosen_beside(
-    config: Cascade | None, name: str, heads: Mapping[str, str], assistant: str | None
+    config: Cascade | None, name: str, heads: Mapping[str, str], assistant: str | None, draft: str | None = None
 ) -> tuple[Chosen, Cascade | None]:
     """The assistant of a command, and its cascade, whose large model decodes with that: the cascade's own where the
     command names none. Raises Unsupported where the cascade's mode has the large model decode with its stages alone."""
-    if config is not None and config.mode != "adaptive" and (assistant is not None or heads):
-        raise Unsupported(f"mode={config.mode!r} of a cascade drafts with its stages: leave out --assistant and --head")
-    if config is not None and assistant is None and not heads:
+    named = assistant is not None or draft is not None or heads
+    if config is not None and config.mode != "adaptive" and named:
+        raise Unsupported(
+            f"mode={config.mode!r} of a cascade drafts with its stages: leave out --assistant, --head and --draft-model"
+        )
+    if config is not None and not named:
         assistant = cast(str, config.assistant)  # a file names it
-    chosen = chosen_of(name, heads, assistant)
+    chosen = chosen_of(name, heads, assistant, draft)
     return chosen, None if config is None else replace(config, assistant=chosen.assistant)
 
 
 def model_of(
     name: str, chosen: Chosen, device: str | None = None, backend: BackendName = "auto", **loading: Any
 ) -> tuple[Any, Any]:
-    """(model, tokenizer) of a command, patched with its head, by default on the process' own device."""
+    """(model, tokenizer) of a command, patched with its head or draft model, by default on the process' own device."""
     from fastspec.programs.bulk import own_device
 
     heads: dict[str, str] = {} if chosen.head is None else {chosen.assistant: chosen.head}
-    return options.patched_model(name, own_device() if device is None else device, backend, heads=heads, **loading)
+    draft = heads.pop("speculative", None)
+    on = own_device() if device is None else device
+    return options.patched_model(name, on, backend, heads=heads, draft_model=draft, **loading)
 
 
 def refuse_cut(device: str | None, cascade: Cascade | None, processes: int) -> None:
@@ -186,6 +200,7 @@ def generate(
     model_option: options.ModelOption = None,
     head: StageHeads = None,
     assistant: AssistantOption = None,
+    draft_model: options.Draft = None,
     cascade: CascadeFile = None,
     stage: Stages = None,
     stage_tensor_parallel: StageProcesses = None,
@@ -221,7 +236,7 @@ def generate(
     refuse_cut(device, config, processes)
     if rank == 0:
         read_left(prompts, out, settings)  # what is wrong with the files is told before a model is loaded
-    chosen, config = chosen_beside(config, source, fitting_heads(own, source), assistant)
+    chosen, config = chosen_beside(config, source, fitting_heads(own, source), assistant, draft_model)
     target, tokenizer = model_of(
         source, chosen, device, backend, cascade=config, stored=stored, head_bits=head_bits, processes=processes
     )
@@ -295,6 +310,7 @@ def serve(
     model_option: options.ModelOption = None,
     head: StageHeads = None,
     assistant: AssistantOption = None,
+    draft_model: options.Draft = None,
     cascade: CascadeFile = None,
     stage: Stages = None,
     stage_tensor_parallel: StageProcesses = None,
@@ -340,7 +356,7 @@ def serve(
     own, config = cascade_of(source, cascade, stage, head, predictor, price, backend, stage_tensor_parallel)
     rank, processes = share_of_process()
     refuse_cut(device, config, processes)
-    chosen, config = chosen_beside(config, source, fitting_heads(own, source), assistant)
+    chosen, config = chosen_beside(config, source, fitting_heads(own, source), assistant, draft_model)
     build = partial(
         opened,
         source,

@@ -216,9 +216,11 @@ def _call(function: dict[str, Any]) -> ToolCall:
     """Raises KeyError, TypeError or ValueError for a call without a name, or without arguments that are an object."""
     name, arguments = function["name"], function["arguments"]
     text = arguments or "{}" if isinstance(arguments, str) else json.dumps(arguments)
-    if not isinstance(name, str) or not isinstance(parse(text), dict):
+    held = parse(text)
+    if not isinstance(name, str) or not isinstance(held, dict):
         raise TypeError(name)
     name.encode()
+    json.dumps(held, allow_nan=False)  # JSON has no infinite number
     return ToolCall(name, text)
 
 

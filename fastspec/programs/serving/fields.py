@@ -110,7 +110,7 @@ EFFORTS = one_of("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 def _is_truths(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(IS_TRUTH, value.values()))
+    return isinstance(value, dict) and all(map(either(IS_TRUTH, one_of(None)), value.values()))
 
 
 def _is_outputs(value: Any) -> bool:
