@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, repeat
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -159,6 +159,14 @@ KEPT = 0.99
 """Weight that what was promised and accepted keeps with every further round: the text may repeat more later."""
 
 
+class Arrival(NamedTuple):
+    """Text that a row begins with, and what is known of it: arguments of `HostDrafter.join`."""
+
+    text: Tensor
+    prefix: tuple[Drafter, int, int] | None
+    hint: Sequence[int]
+
+
 class NasdDrafter(HostDrafter):
     """Draft state of one generate call: a storage and a cursor per row, on the host.
 
@@ -240,6 +248,8 @@ class NasdDrafter(HostDrafter):
         """The last tokens in `unread` of each row, which `rule` has not heard."""
         self.counted = False
         """True where nothing is left to count until more is heard."""
+        self.arrived: dict[int, Arrival] = {}
+        """What rows begin with that have joined, until a round was launched."""
 
     def hint(self, texts: Sequence[Sequence[int]]) -> None:
         for storage, text in zip(self.storages, texts, strict=True):
@@ -261,30 +271,67 @@ class NasdDrafter(HostDrafter):
         self.unread[row].extend(zip(tokens, likeliest))  # noqa: B905
         self.heard[row] += len(tokens)
 
-    def take_prefix(self, other: Drafter, source: int, count: int) -> int:
-        """Go on with a copy of a row's storage, where the prompt goes on with the row's whole text: the next turn of a
-        conversation, whose tokens were counted."""
+    def join(
+        self,
+        row: int,
+        text: Tensor,
+        first: int,
+        prefix: tuple[Drafter, int, int] | None = None,
+        hint: Sequence[int] = (),
+    ) -> None:
+        """The row drafts nothing before its text is taken in, behind the next launch: a device has nothing to do here.
+        What is taken over of another drafter is taken at once: its rows may change."""
+        if row in self.arrived:
+            self._seat()
+        self.roots[row], self.active[row], self.fresh[row] = first, True, []
+        self.rule.recurrence.begin(row)
+        self.arrived[row] = Arrival(text, prefix, hint)
+        self.growths, self.counted = None, False
+        if self.quota is None or (prefix is not None and prefix[0] is not self):
+            self._seat()
+
+    def _seat(self) -> None:
+        """Take in the texts of rows that have joined, in their order."""
+        arrived, self.arrived = self.arrived, {}
+        for row, (text, prefix, hint) in arrived.items():
+            self._leave(row)
+            took = 0 if prefix is None else self._take_prefix(row, *prefix)
+            if not took:
+                self.storages[row] = storage_of(self.config)
+                self.cursors[row], self.unread[row], self.heard[row] = self.storages[row].start(), deque(), 0
+            if hint:
+                self._feed(self.storages[row], self.storages[row].start(), [(token, ()) for token in hint])
+            self._hear(row, [*text[took:].tolist(), self.roots[row]])
+        if arrived:
+            self._heard()
+
+    def _take_prefix(self, row: int, other: Drafter, source: int, count: int) -> int:
+        """Go on in a row with a copy of another's storage, where the prompt goes on with that one's whole text: the
+        next turn of a conversation, whose tokens were counted -> how many of its tokens are known."""
         assert isinstance(other, NasdDrafter)
         beyond = other.heard[source] - count
         if not isinstance(self.config.storage, str) or not 0 <= beyond <= BEYOND:
             return 0
-        unread, cursor = deque(other.unread[source]), other.cursors[source]
-        self.storages[0] = copy.deepcopy(other.storages[source])
+        storage, unread, cursor = other.storages[source], deque(other.unread[source]), other.cursors[source]
+        if other is not self or source != row:
+            storage = copy.deepcopy(storage)
         if beyond > len(unread):  # some of these tokens were counted: the prompt's own follow them as another text's
-            cursor = self.storages[0].start()
+            cursor = storage.start()
         for _ in range(min(beyond, len(unread))):
             unread.pop()
-        self.cursors[0], self.unread[0], self.heard[0] = cursor, unread, count
+        self.storages[row], self.cursors[row], self.unread[row], self.heard[row] = storage, cursor, unread, count
         return count
 
-    def copy_row(self, row: int, other: Drafter, count: int) -> None:
-        super().copy_row(row, other, count)
-        self.active[row] = True
+    def _leave(self, row: int) -> None:
+        """Count what is left of a row's text in a storage that others read too, and that outlives the text."""
+        if not isinstance(self.config.storage, str):
+            self._feed(self.storages[row], self.cursors[row], [*self.unread[row]])
 
     def move_row(self, row: int, other: Drafter, source: int, count: int) -> None:
         assert isinstance(other, NasdDrafter)
-        if not isinstance(self.config.storage, str):  # the answer that was there is over, and others read its counts
-            self._feed(self.storages[row], self.cursors[row], [*self.unread[row]])
+        self._seat()
+        other._seat()
+        self._leave(row)
         self.storages[row], self.cursors[row] = other.storages[source], other.cursors[source]
         self.roots[row], self.active[row] = other.roots[source], other.active[source]
         self.unread[row], self.heard[row] = deque(other.unread[source]), other.heard[source]
@@ -343,6 +390,7 @@ class NasdDrafter(HostDrafter):
     def work(self, all_of_it: bool = False) -> None:
         """Count what was put off, once `rule` has heard it; without drafts, of rows that have enough of it for a
         counter."""
+        self._seat()
         if self.counted and not all_of_it:
             return
         self._foretell()
@@ -397,10 +445,11 @@ class NasdDrafter(HostDrafter):
         return more
 
     def _knows(self, row: int) -> bool:
-        return self.active[row] and len(self.unread[row]) <= LAG
+        return self.active[row] and row not in self.arrived and len(self.unread[row]) <= LAG
 
     def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:
         ruled, rounds = self.ruled, tokens.shape[1]
+        self._seat()
         if ruled:
             self.rule.ran(IN_VAIN if self.vain else 1, self.hosted, rounds=rounds)
         self.vain = False
@@ -454,6 +503,7 @@ class NasdDrafter(HostDrafter):
 
     def update(self, digest: list[list[int]], steps: int) -> None:
         """Count the emitted tokens of the active rows up to their end tokens, and the target's likeliest ones."""
+        self._seat()
         gains = {row: accepted for row, (goes_on, accepted, *_) in enumerate(digest) if goes_on}
         if self.ruled:
             self.rule.ran(self.size, self.hosted, self._spared(gains))
