@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import open as opened
 from helpers.captured import stand_in
 from helpers.generate import bigram, same, stats
 from helpers.models import tiny_model
@@ -23,7 +24,7 @@ from fastspec.generation.drafters.nasd import NasdDecoding, NasdDrafter, grow, s
 from fastspec.generation.drafters.ngram_rounds import TimedDrafts
 from fastspec.generation.drafters.policy import COSTS, SMOLLM2_BYTES, MeasuredCosts
 from fastspec.generation.drafters.recurrence import STREAKS
-from fastspec.generation.engine import batching, engine
+from fastspec.generation.engine import batching, engine, schedule
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.engine.round_program import RoundProgram
 from fastspec.generation.engine.schedule import GraphFromScore, WholeGraph
@@ -838,3 +839,33 @@ def test_what_is_heard_of_a_calls_first_rounds_does_not_hold_up_the_next(dear, m
         ["meanwhile"],
         *[["meanwhile", "catch_up", "rests_on"]] * (batching.ASYNCHRONOUS_AFTER - 2),
     ]
+
+
+def test_a_prompt_that_joins_leaves_the_device_to_its_round_before_n_grams_take_it_in(dear, monkeypatch):
+    """Between its pass and the launch of the next round nothing of its text is counted, looked up or read back."""
+    stand_in(monkeypatch)
+    events: list[str] = []
+
+    def noted(owner: Any, name: str, said: str, least: int = 0) -> None:
+        former = getattr(owner, name)
+
+        def note(*given: Any, **more: Any) -> Any:
+            if not least or len(given[2]) > least:
+                events.append(said)
+            return former(*given, **more)
+
+        monkeypatch.setattr(owner, name, note)
+
+    noted(HFModel, "prefill", "read")
+    noted(schedule, "_run", "launch")
+    noted(NasdDrafter, "_hear", "take in", least=4)
+    plain, model = opened.made()
+    prompts = opened.texts(9, 30, 14, 50, 70, 20, 11)
+    with fastspec.continuous(model, "nasd", rows=2, max_length=128) as batch:
+        events.clear()
+        futures = [batch.submit(ids, max_new_tokens=24, **opened.GREEDY) for ids in prompts]
+        assert opened.told(futures) == [opened.alone(plain, ids, 24) for ids in prompts]
+    reads = [place for place, event in enumerate(events) if event == "read"]
+    assert len(reads) > 2 and events.count("take in") >= len(prompts)
+    for place in reads:
+        assert next(event for event in events[place:] if event != "read") == "launch"
