@@ -55,14 +55,19 @@ def grow(
     ends: frozenset[int],
     guess: bool = False,
     least: float = 0.0,
+    grower: Callable[..., int] | None = None,
 ) -> Growth:
     """The likeliest tree of at most `nodes` nodes, `gamma` drafts deep, after the cursor, which stands after root; with
     `least` of drafts that are reached with such a chance at least.
 
     A node's chance is its parent's times its share of what was counted after the longest known context. Best first, and
     among equals the one found first, so each prefix of the list is a tree. Nothing is drafted after an end token. Where
-    nothing is known nothing is drafted either or, with `guess`, the last token again.
+    nothing is known nothing is drafted either or, with `guess`, the last token again. `grower` does so for n-grams
+    (`NgramStorage.tree`); None: Python does.
     """
+    if grower is not None and type(storage) is NgramStorage:
+        doubts = DOUBT, DOUBT_OF_ONE, SURELY_NOT
+        return Growth(*storage.tree(grower, cursor, root, gamma, nodes, ends, guess, least, doubts))
     tree = Growth([root], [0], [1.0])
     cursors, depths = [cursor], [0]
     queue: list[tuple[float, int, int, int]] = []  # (-chance, number, parent, token)
@@ -191,8 +196,9 @@ class NasdDrafter(HostDrafter):
         vocabulary: int | None = None,
         measured: dict[tuple[int, int], MeasuredCosts] | None = None,
         counter: Callable[..., None] | None = None,
+        grower: Callable[..., int] | None = None,
     ) -> None:
-        self.counter = counter
+        self.counter, self.grower = counter, grower
         cost = COSTS.get(device.type, COSTS["cuda"])
         self.config, self.device, self.vocabulary = config, device, vocabulary
         self.nodes = cost.nodes if config.total_tokens is None else config.total_tokens
@@ -466,7 +472,9 @@ class NasdDrafter(HostDrafter):
     def _look_up(self) -> list[Growth]:
         """Trees of what is known, and how much of them promises most; that of a row that has ended is its root."""
         gamma, guess = self.config.gamma, not self.config.stop_if_unknown
-        found = partial(grow, gamma=gamma, nodes=self.nodes, ends=self.ends, guess=guess, least=self.least)
+        found = partial(
+            grow, gamma=gamma, nodes=self.nodes, ends=self.ends, guess=guess, least=self.least, grower=self.grower
+        )
         growths = self.growths = []
         for row, (storage, root) in enumerate(zip(self.storages, self.roots, strict=True)):
             if not self._knows(row):
@@ -574,7 +582,8 @@ class NasdDecoding(Decoding):
     """Decoding with n-grams; by default every row of every call has a storage of its own. `weight_bytes` are those
     that a pass of the target reads: what several nodes cost beside one depends on them. `vocabulary` bounds the tokens
     of storages that are not ours. `measured` has what rounds of so many rows and largest trees took; None where no
-    clock may decide. `counter` counts in our storages' arrays (`NgramStorage.feed_all`); None: Python does."""
+    clock may decide. `counter` counts in our storages' arrays (`NgramStorage.feed_all`), and `grower` grows trees from
+    them (`NgramStorage.tree`); None: Python does."""
 
     continuous: ClassVar[bool] = True
     config: Nasd
@@ -582,6 +591,7 @@ class NasdDecoding(Decoding):
     vocabulary: int | None = None
     measured: dict[tuple[int, int], MeasuredCosts] | None = field(default=None, compare=False)
     counter: Callable[..., None] | None = field(default=None, compare=False)
+    grower: Callable[..., int] | None = field(default=None, compare=False)
     name: str = "nasd"
     taps: None = None
 
@@ -589,5 +599,5 @@ class NasdDecoding(Decoding):
         self, *, rows: int, capacity: int, device: torch.device, ops: Ops, process: Process | None
     ) -> NasdDrafter:
         storages = [storage_of(self.config) for _ in range(rows)]
-        known = self.weight_bytes, self.vocabulary, self.measured, self.counter
+        known = self.weight_bytes, self.vocabulary, self.measured, self.counter, self.grower
         return NasdDrafter(self.config, storages, torch.device(device), *known)
