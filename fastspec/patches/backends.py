@@ -130,6 +130,13 @@ def ngram_counter() -> Callable[..., None] | None:
 
 
 @cache
+def ngram_grower() -> Callable[..., int] | None:
+    """What grows trees from these arrays, where there is what counts."""
+    found = None if ngram_counter() is None else loaded(build.NGRAMS, "what counts n-grams", build.grower)
+    return None if isinstance(found, str) else found
+
+
+@cache
 def cpp_ops() -> Ops:
     """The C++ kernels of the CPU, compiled if need be. Raises Unsupported, and says why, where they cannot be."""
     native = cpp_native()

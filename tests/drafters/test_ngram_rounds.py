@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import open as opened
 from helpers.captured import stand_in
 from helpers.generate import bigram, same, stats
 from helpers.models import tiny_model
@@ -23,7 +24,7 @@ from fastspec.generation.drafters.nasd import NasdDecoding, NasdDrafter, grow, s
 from fastspec.generation.drafters.ngram_rounds import TimedDrafts
 from fastspec.generation.drafters.policy import COSTS, SMOLLM2_BYTES, MeasuredCosts
 from fastspec.generation.drafters.recurrence import STREAKS
-from fastspec.generation.engine import batching, engine
+from fastspec.generation.engine import batching, engine, schedule
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.engine.round_program import RoundProgram
 from fastspec.generation.engine.schedule import GraphFromScore, WholeGraph
@@ -236,11 +237,9 @@ def test_the_next_turn_goes_on_with_what_was_counted(dear, storage, counted, bey
     row.work()
     before, left = repr(row.storages[0]), len(row.unread[0])
     count = len(text) - beyond
-    twin = NasdDrafter(config, [storage_of(config)], torch.device("cpu"), BYTES)
-    assert twin.take_prefix(row, 0, count) == count
-    behind = [*text[count:], *more]
-    twin.begin(torch.tensor([behind[:-1]]), torch.tensor([len(behind) - 1]), torch.empty(0), torch.tensor([more[-1]]))
-    assert twin.heard == [len(text) + len(more)] and len(twin.unread[0]) <= left + len(behind)
+    twin = drafter_of(1, [5, 5, 5], config)
+    twin.join(0, torch.tensor([*text, *more[:-1]]), more[-1], (row, 0, count))
+    assert twin.heard == [len(text) + len(more)] and len(twin.unread[0]) <= left + beyond + len(more)
     twin.work(all_of_it=True)
     cold = drafter_of(1, [*text, *more], config)
     cold.work(all_of_it=True)
@@ -255,12 +254,51 @@ def test_the_next_turn_goes_on_with_what_was_counted(dear, storage, counted, bey
 def test_counts_of_another_text_and_of_a_storage_that_all_rows_have_are_not_taken_over(dear):
     """A text of which more than an answer's end is left may be somebody else's; so it is of a row that goes on."""
     row, config = drafter_of(1, [*range(3, 90)]), fastspec.Nasd(storage=fastspec.NgramStorage(4))
-    twin = NasdDrafter(fastspec.Nasd(), [storage_of(fastspec.Nasd())], torch.device("cpu"), BYTES)
-    assert twin.take_prefix(row, 0, 87 - nasd.BEYOND - 1) == 0 == twin.take_prefix(row, 0, 88)
-    assert not twin.unread[0] and len(twin.storages[0].edges) == 0
-    shared = [NasdDrafter(config, [config.storage], torch.device("cpu"), BYTES) for _ in range(2)]
-    shared[0].begin(torch.arange(3, 90)[None], torch.tensor([87]), torch.empty(0), torch.tensor([90]))
-    assert shared[1].take_prefix(shared[0], 0, 87) == 0 and shared[1].storages[0] is config.storage
+    text = torch.arange(3, 100)
+    for count in (87 - nasd.BEYOND - 1, 88):
+        twin = drafter_of(1, [5, 5, 5])
+        twin.join(0, text, 100, (row, 0, count))
+        assert [token for token, _ in twin.unread[0]] == [*range(3, 101)] and len(twin.storages[0].edges) == 0
+    shared = [drafter_of(1, [*range(3, 91)], config) for _ in range(2)]
+    shared[1].join(0, text, 100, (shared[0], 0, 87))
+    assert len(shared[1].unread[0]) == 98 and shared[1].storages[0] is config.storage
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_row_that_joins_waits_for_the_next_launch_with_its_text(dear, copied):
+    """Its root is known at once, as rounds with drafts need it, and all else as if it had begun so."""
+    text = [3, 4, 5] * 30
+    drafter = drafter_of(2, text)
+    drafter.work(all_of_it=True)
+    storage = drafter.storages[1]
+    prompt = [*text, 7, 8, 9] if copied else [6, 7, 8] * 20
+    drafter.join(1, torch.tensor(prompt[:-1]), prompt[-1], (drafter, 1, len(text) - 1) if copied else None)
+    assert drafter.roots[1] == prompt[-1] and drafter.storages[1] is storage and not drafter._knows(1)
+    assert drafter.propose(100).tokens[:, 0].tolist() == [5, prompt[-1]]
+    drafter.work()
+    assert not drafter.arrived and drafter.heard == [len(text), len(prompt)]
+    drafter.work(all_of_it=True)
+    cold = drafter_of(2, prompt)
+    cold.work(all_of_it=True)
+    assert drafter.cursors[1] == cold.cursors[1]
+    assert drafter.storages[1] is storage if copied else known(drafter, 1) == known(cold, 1)
+
+
+def test_tokens_of_a_row_that_has_joined_come_behind_its_text(dear):
+    """Whoever hears of them first, and where another prompt took the row at once."""
+    drafter = drafter_of(2, [3, 4, 5] * 9)
+    drafter.join(1, torch.tensor([6, 7]), 8)
+    drafter.join(1, torch.tensor([16, 17]), 18)
+    drafter.catch_up(torch.tensor([[9], [19]]), [1, 1])
+    assert [token for token, _ in drafter.unread[1]] == [16, 17, 18, 19]
+    drafter.join(0, torch.tensor([6, 7]), 8, (drafter, 1, 3))
+    drafter.join(1, torch.tensor([26, 27]), 28)
+    drafter.update([[1, 0, 9], [1, 0, 29]], 1)
+    assert [[token for token, _ in unread] for unread in drafter.unread] == [[16, 17, 18, 8, 9], [26, 27, 28, 29]]
+    other = drafter_of(1, [5, 5])
+    drafter.join(1, torch.tensor([36, 37]), 38)
+    other.move_row(0, drafter, 1, 2)
+    assert [token for token, _ in other.unread[0]] == [36, 37, 38] and other.roots == [38]
 
 
 def state_of(part: Any) -> Any:
@@ -801,3 +839,33 @@ def test_what_is_heard_of_a_calls_first_rounds_does_not_hold_up_the_next(dear, m
         ["meanwhile"],
         *[["meanwhile", "catch_up", "rests_on"]] * (batching.ASYNCHRONOUS_AFTER - 2),
     ]
+
+
+def test_a_prompt_that_joins_leaves_the_device_to_its_round_before_n_grams_take_it_in(dear, monkeypatch):
+    """Between its pass and the launch of the next round nothing of its text is counted, looked up or read back."""
+    stand_in(monkeypatch)
+    events: list[str] = []
+
+    def noted(owner: Any, name: str, said: str, least: int = 0) -> None:
+        former = getattr(owner, name)
+
+        def note(*given: Any, **more: Any) -> Any:
+            if not least or len(given[2]) > least:
+                events.append(said)
+            return former(*given, **more)
+
+        monkeypatch.setattr(owner, name, note)
+
+    noted(HFModel, "prefill", "read")
+    noted(schedule, "_run", "launch")
+    noted(NasdDrafter, "_hear", "take in", least=4)
+    plain, model = opened.made()
+    prompts = opened.texts(9, 30, 14, 50, 70, 20, 11)
+    with fastspec.continuous(model, "nasd", rows=2, max_length=128) as batch:
+        events.clear()
+        futures = [batch.submit(ids, max_new_tokens=24, **opened.GREEDY) for ids in prompts]
+        assert opened.told(futures) == [opened.alone(plain, ids, 24) for ids in prompts]
+    reads = [place for place, event in enumerate(events) if event == "read"]
+    assert len(reads) > 2 and events.count("take in") >= len(prompts)
+    for place in reads:
+        assert next(event for event in events[place:] if event != "read") == "launch"

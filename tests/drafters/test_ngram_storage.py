@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import fastspec
 from fastspec.generation.drafters.nasd import grow
 from fastspec.generation.drafters.ngram_arrays import WIDTH, Edges
-from fastspec.patches.backends import ngram_counter
+from fastspec.patches.backends import ngram_counter, ngram_grower
 
 
 class Naive:
@@ -350,6 +350,28 @@ def test_a_counter_leaves_what_feeding_token_by_token_leaves(kind, events, cut, 
     assert cursors[0] == cursors[1] and ours.edges.keys == theirs.edges.keys
     assert all(getattr(ours.tallies, name) == getattr(theirs.tallies, name) for name in ours.tallies.__slots__)
     assert all(ours.edges.find(*ours.edges.ends(edge)) == edge for edge in range(1, len(ours.edges) + 1))
+
+
+@pytest.mark.parametrize("kind", ["ngram 2", "ngram 4", "one level 3"])
+@examples(150)
+@given(
+    text=st.lists(st.integers(0, 5), max_size=60),
+    root=st.integers(0, 6),
+    sizes=st.tuples(st.integers(0, 9), st.integers(1, 33)),
+    ends=st.frozensets(st.integers(0, 5), max_size=2),
+    guess=st.booleans(),
+    least=st.sampled_from([0.0, 0.05, 0.3]),
+)
+def test_a_grower_makes_the_tree_that_look_ups_make(kind, text, root, sizes, ends, guess, least):
+    """Node by node, with the same chances to the last bit."""
+    storage, grower = MAKERS[kind][0](), ngram_grower()
+    assert grower is not None
+    cursor = storage.start()
+    for token in text:
+        cursor = storage.feed(cursor, token, (token // 2,))
+    more = {"gamma": sizes[0], "nodes": sizes[1], "ends": ends, "guess": guess, "least": least}
+    for at in (cursor, storage.step(cursor, root)):
+        assert grow(storage, at, root, **more, grower=grower) == grow(storage, at, root, **more)
 
 
 def test_a_counter_takes_long_texts_in_parts(counter):

@@ -77,6 +77,7 @@ def test_prompts_take_all_rows_that_are_free_before_a_round(drafts, taken):
         ("read", 1, [2], [[2.5]], [[2.0]]),
     ]
     assert engine.admitted == [(0, 0, [4], 4), (2, 1, [2], 2)] and batch.stats.joined == 2
+    assert engine.joined == [(0, 4, 4), (2, 2, 2)]
     assert rounds.verifier.seated == [([0], [0]), ([2], [1])]  # type: ignore[attr-defined]
     assert rounds.joining is None and set(batch.stats.phases) == {"prefill"}
     assert [target.parts for target, _ in engine.entries] == [[[0, 1, 2, 3]], [[100, 101]]]

@@ -73,7 +73,7 @@ class Waiting:
             [False] * rows,
             [10 * (row + 1) for row in range(rows)],
         )
-        self.queue = deque(enumerate(prompts))
+        self.texts, self.queue = prompts, deque(enumerate(prompts))
         """(number, tokens) of each prompt."""
         self.reads_together = self.drafting = True
         self.takes_drafts: list[bool] | None = None
@@ -107,6 +107,9 @@ class Waiting:
     def prefix(self) -> None:
         return None
 
+    def text_of(self, prompt: int) -> Tensor:
+        return torch.empty(self.texts[prompt])
+
     def unlike(self, places: Sequence[int]) -> int:
         return len(places)
 
@@ -136,6 +139,7 @@ class Stepping:
         self.target, self.drafter = SimpleNamespace(captures=False), None
         self.steps: list[Any] = []
         self.admitted: list[Any] = []
+        self.joined: list[tuple[int, int, int]] = []
         self.entries: list[tuple[Reader, Told | None]] = []
         self.drafts, self.failing = drafts, set()  # type: tuple[bool, set[int]]
 
@@ -150,6 +154,10 @@ class Stepping:
     ) -> None:
         assert source is None
         self.admitted.append((row, self.entries.index((target, drafter)), root.tolist(), count))
+
+    def join(self, row: int, text: Tensor, first: int, prefix: None) -> None:
+        assert prefix is None
+        self.joined.append((row, len(text), first))
 
     def interrupt(self) -> None:
         """No time of its rounds is taken."""

@@ -293,6 +293,19 @@ class HostDrafter(Drafter):
     def update(self, digest: list[list[int]], steps: int) -> None:
         """Take a digest of so many steps, read back."""
 
+    def join(
+        self,
+        row: int,
+        text: Tensor,
+        first: int,
+        prefix: tuple[Drafter, int, int] | None = None,
+        hint: Sequence[int] = (),
+    ) -> None:
+        """Begin a row anew with a prompt text [T], on the host, and the first token of its answer, in place of
+        `copy_row`; for `Decoding.continuous`. A `prefix` is a drafter with the row that has read so many of the first
+        tokens, and `hint` a text as of the method."""
+        raise NotImplementedError(f"{type(self).__name__} begins all rows at once")
+
     def work(self) -> None:
         """Work that can wait until a pass was launched, and is done while the device is busy."""
 

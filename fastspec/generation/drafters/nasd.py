@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, repeat
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,14 +55,19 @@ def grow(
     ends: frozenset[int],
     guess: bool = False,
     least: float = 0.0,
+    grower: Callable[..., int] | None = None,
 ) -> Growth:
     """The likeliest tree of at most `nodes` nodes, `gamma` drafts deep, after the cursor, which stands after root; with
     `least` of drafts that are reached with such a chance at least.
 
     A node's chance is its parent's times its share of what was counted after the longest known context. Best first, and
     among equals the one found first, so each prefix of the list is a tree. Nothing is drafted after an end token. Where
-    nothing is known nothing is drafted either or, with `guess`, the last token again.
+    nothing is known nothing is drafted either or, with `guess`, the last token again. `grower` does so for n-grams
+    (`NgramStorage.tree`); None: Python does.
     """
+    if grower is not None and type(storage) is NgramStorage:
+        doubts = DOUBT, DOUBT_OF_ONE, SURELY_NOT
+        return Growth(*storage.tree(grower, cursor, root, gamma, nodes, ends, guess, least, doubts))
     tree = Growth([root], [0], [1.0])
     cursors, depths = [cursor], [0]
     queue: list[tuple[float, int, int, int]] = []  # (-chance, number, parent, token)
@@ -159,6 +164,14 @@ KEPT = 0.99
 """Weight that what was promised and accepted keeps with every further round: the text may repeat more later."""
 
 
+class Arrival(NamedTuple):
+    """Text that a row begins with, and what is known of it: arguments of `HostDrafter.join`."""
+
+    text: Tensor
+    prefix: tuple[Drafter, int, int] | None
+    hint: Sequence[int]
+
+
 class NasdDrafter(HostDrafter):
     """Draft state of one generate call: a storage and a cursor per row, on the host.
 
@@ -183,8 +196,9 @@ class NasdDrafter(HostDrafter):
         vocabulary: int | None = None,
         measured: dict[tuple[int, int], MeasuredCosts] | None = None,
         counter: Callable[..., None] | None = None,
+        grower: Callable[..., int] | None = None,
     ) -> None:
-        self.counter = counter
+        self.counter, self.grower = counter, grower
         cost = COSTS.get(device.type, COSTS["cuda"])
         self.config, self.device, self.vocabulary = config, device, vocabulary
         self.nodes = cost.nodes if config.total_tokens is None else config.total_tokens
@@ -240,6 +254,8 @@ class NasdDrafter(HostDrafter):
         """The last tokens in `unread` of each row, which `rule` has not heard."""
         self.counted = False
         """True where nothing is left to count until more is heard."""
+        self.arrived: dict[int, Arrival] = {}
+        """What rows begin with that have joined, until a round was launched."""
 
     def hint(self, texts: Sequence[Sequence[int]]) -> None:
         for storage, text in zip(self.storages, texts, strict=True):
@@ -261,30 +277,67 @@ class NasdDrafter(HostDrafter):
         self.unread[row].extend(zip(tokens, likeliest))  # noqa: B905
         self.heard[row] += len(tokens)
 
-    def take_prefix(self, other: Drafter, source: int, count: int) -> int:
-        """Go on with a copy of a row's storage, where the prompt goes on with the row's whole text: the next turn of a
-        conversation, whose tokens were counted."""
+    def join(
+        self,
+        row: int,
+        text: Tensor,
+        first: int,
+        prefix: tuple[Drafter, int, int] | None = None,
+        hint: Sequence[int] = (),
+    ) -> None:
+        """The row drafts nothing before its text is taken in, behind the next launch: a device has nothing to do here.
+        What is taken over of another drafter is taken at once: its rows may change."""
+        if row in self.arrived:
+            self._seat()
+        self.roots[row], self.active[row], self.fresh[row] = first, True, []
+        self.rule.recurrence.begin(row)
+        self.arrived[row] = Arrival(text, prefix, hint)
+        self.growths, self.counted = None, False
+        if self.quota is None or (prefix is not None and prefix[0] is not self):
+            self._seat()
+
+    def _seat(self) -> None:
+        """Take in the texts of rows that have joined, in their order."""
+        arrived, self.arrived = self.arrived, {}
+        for row, (text, prefix, hint) in arrived.items():
+            self._leave(row)
+            took = 0 if prefix is None else self._take_prefix(row, *prefix)
+            if not took:
+                self.storages[row] = storage_of(self.config)
+                self.cursors[row], self.unread[row], self.heard[row] = self.storages[row].start(), deque(), 0
+            if hint:
+                self._feed(self.storages[row], self.storages[row].start(), [(token, ()) for token in hint])
+            self._hear(row, [*text[took:].tolist(), self.roots[row]])
+        if arrived:
+            self._heard()
+
+    def _take_prefix(self, row: int, other: Drafter, source: int, count: int) -> int:
+        """Go on in a row with a copy of another's storage, where the prompt goes on with that one's whole text: the
+        next turn of a conversation, whose tokens were counted -> how many of its tokens are known."""
         assert isinstance(other, NasdDrafter)
         beyond = other.heard[source] - count
         if not isinstance(self.config.storage, str) or not 0 <= beyond <= BEYOND:
             return 0
-        unread, cursor = deque(other.unread[source]), other.cursors[source]
-        self.storages[0] = copy.deepcopy(other.storages[source])
+        storage, unread, cursor = other.storages[source], deque(other.unread[source]), other.cursors[source]
+        if other is not self or source != row:
+            storage = copy.deepcopy(storage)
         if beyond > len(unread):  # some of these tokens were counted: the prompt's own follow them as another text's
-            cursor = self.storages[0].start()
+            cursor = storage.start()
         for _ in range(min(beyond, len(unread))):
             unread.pop()
-        self.cursors[0], self.unread[0], self.heard[0] = cursor, unread, count
+        self.storages[row], self.cursors[row], self.unread[row], self.heard[row] = storage, cursor, unread, count
         return count
 
-    def copy_row(self, row: int, other: Drafter, count: int) -> None:
-        super().copy_row(row, other, count)
-        self.active[row] = True
+    def _leave(self, row: int) -> None:
+        """Count what is left of a row's text in a storage that others read too, and that outlives the text."""
+        if not isinstance(self.config.storage, str):
+            self._feed(self.storages[row], self.cursors[row], [*self.unread[row]])
 
     def move_row(self, row: int, other: Drafter, source: int, count: int) -> None:
         assert isinstance(other, NasdDrafter)
-        if not isinstance(self.config.storage, str):  # the answer that was there is over, and others read its counts
-            self._feed(self.storages[row], self.cursors[row], [*self.unread[row]])
+        self._seat()
+        other._seat()
+        self._leave(row)
         self.storages[row], self.cursors[row] = other.storages[source], other.cursors[source]
         self.roots[row], self.active[row] = other.roots[source], other.active[source]
         self.unread[row], self.heard[row] = deque(other.unread[source]), other.heard[source]
@@ -343,6 +396,7 @@ class NasdDrafter(HostDrafter):
     def work(self, all_of_it: bool = False) -> None:
         """Count what was put off, once `rule` has heard it; without drafts, of rows that have enough of it for a
         counter."""
+        self._seat()
         if self.counted and not all_of_it:
             return
         self._foretell()
@@ -397,10 +451,11 @@ class NasdDrafter(HostDrafter):
         return more
 
     def _knows(self, row: int) -> bool:
-        return self.active[row] and len(self.unread[row]) <= LAG
+        return self.active[row] and row not in self.arrived and len(self.unread[row]) <= LAG
 
     def catch_up(self, tokens: Tensor, counts: Sequence[int]) -> None:
         ruled, rounds = self.ruled, tokens.shape[1]
+        self._seat()
         if ruled:
             self.rule.ran(IN_VAIN if self.vain else 1, self.hosted, rounds=rounds)
         self.vain = False
@@ -417,7 +472,9 @@ class NasdDrafter(HostDrafter):
     def _look_up(self) -> list[Growth]:
         """Trees of what is known, and how much of them promises most; that of a row that has ended is its root."""
         gamma, guess = self.config.gamma, not self.config.stop_if_unknown
-        found = partial(grow, gamma=gamma, nodes=self.nodes, ends=self.ends, guess=guess, least=self.least)
+        found = partial(
+            grow, gamma=gamma, nodes=self.nodes, ends=self.ends, guess=guess, least=self.least, grower=self.grower
+        )
         growths = self.growths = []
         for row, (storage, root) in enumerate(zip(self.storages, self.roots, strict=True)):
             if not self._knows(row):
@@ -454,6 +511,7 @@ class NasdDrafter(HostDrafter):
 
     def update(self, digest: list[list[int]], steps: int) -> None:
         """Count the emitted tokens of the active rows up to their end tokens, and the target's likeliest ones."""
+        self._seat()
         gains = {row: accepted for row, (goes_on, accepted, *_) in enumerate(digest) if goes_on}
         if self.ruled:
             self.rule.ran(self.size, self.hosted, self._spared(gains))
@@ -524,7 +582,8 @@ class NasdDecoding(Decoding):
     """Decoding with n-grams; by default every row of every call has a storage of its own. `weight_bytes` are those
     that a pass of the target reads: what several nodes cost beside one depends on them. `vocabulary` bounds the tokens
     of storages that are not ours. `measured` has what rounds of so many rows and largest trees took; None where no
-    clock may decide. `counter` counts in our storages' arrays (`NgramStorage.feed_all`); None: Python does."""
+    clock may decide. `counter` counts in our storages' arrays (`NgramStorage.feed_all`), and `grower` grows trees from
+    them (`NgramStorage.tree`); None: Python does."""
 
     continuous: ClassVar[bool] = True
     config: Nasd
@@ -532,6 +591,7 @@ class NasdDecoding(Decoding):
     vocabulary: int | None = None
     measured: dict[tuple[int, int], MeasuredCosts] | None = field(default=None, compare=False)
     counter: Callable[..., None] | None = field(default=None, compare=False)
+    grower: Callable[..., int] | None = field(default=None, compare=False)
     name: str = "nasd"
     taps: None = None
 
@@ -539,5 +599,5 @@ class NasdDecoding(Decoding):
         self, *, rows: int, capacity: int, device: torch.device, ops: Ops, process: Process | None
     ) -> NasdDrafter:
         storages = [storage_of(self.config) for _ in range(rows)]
-        known = self.weight_bytes, self.vocabulary, self.measured, self.counter
+        known = self.weight_bytes, self.vocabulary, self.measured, self.counter, self.grower
         return NasdDrafter(self.config, storages, torch.device(device), *known)

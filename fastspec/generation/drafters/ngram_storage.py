@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -137,6 +137,35 @@ class NgramStorage:
                 break
             node, length = deeper, length + 1
         return (length, self.tallies.ranked(node)) if length >= self._least else (0, [])
+
+    def tree(
+        self,
+        grower: Callable[..., int],
+        cursor: Context,
+        root: int,
+        gamma: int,
+        nodes: int,
+        ends: Collection[int],
+        guess: bool,
+        least: float,
+        doubts: Sequence[float],
+    ) -> tuple[list[int], list[int], list[float]]:
+        """Tokens, parents and chances of the tree that `grow` of nasd.py makes of `look` and `step`, by `grower`, the
+        function of fastspec/kernels/native/ngrams.cpp."""
+        edges, tallies = self.edges, self.tallies
+        context, over, doubted = array("i", cursor), array("i", ends), array("d", doubts)
+        tokens, parents = (array("i", bytes(4 * nodes)) for _ in range(2))
+        chances = array("d", bytes(8 * nodes))
+        with GROWING:  # arrays move where they grow
+            held = (edges.keys, edges.slots), (tallies.heads, tallies.tokens, tallies.counts, tallies.later)
+            first, second = ([each.buffer_info()[0] for each in some] for some in held)
+            count = grower(
+                *(context.buffer_info()[0], len(cursor), self.n - 1, self._least, root),
+                *(*first, edges.mask, *second, len(tallies), gamma, nodes),
+                *(over.buffer_info()[0], len(over), guess, least, doubted.buffer_info()[0]),
+                *(each.buffer_info()[0] for each in (tokens, parents, chances)),
+            )
+        return tokens[:count].tolist(), parents[:count].tolist(), chances[:count].tolist()
 
     def reset(self) -> None:
         """Forget everything. Cursors made before must not be used again."""

@@ -16,7 +16,7 @@ from fastspec.generation.constraint import Masks
 from fastspec.generation.drafters.base import Drafter, HostDrafter, MixingDrafter, Place, RootsOnly
 from fastspec.generation.drafters.given_text import GivenText
 from fastspec.generation.drafters.tree_sizes import TreeSizes
-from fastspec.generation.engine.call import Fallback, RoundState
+from fastspec.generation.engine.call import Fallback, Prefix, RoundState
 from fastspec.generation.engine.round_program import Round, RoundProgram
 from fastspec.generation.engine.schedule import Emitted, Schedule, place_of, schedule_of
 from fastspec.generation.engine.verifier import Choice, ChoiceRule, Draws, MixedChoice, Verifier
@@ -159,6 +159,13 @@ class Engine(Generic[TargetT]):
             else:
                 self.drafter.move_row(row, drafter, source, count)
         self.state.root[row] = root[0].clamp(min=0)
+
+    def join(self, row: int, text: Tensor, first: int, prefix: Prefix | None, hint: Sequence[int] = ()) -> None:
+        """Let a drafter on the host begin with a text [T], there too, that was admitted to a row, and its first new
+        token: once that was read, so that the host waits for nothing else in between."""
+        if isinstance(self.drafter, HostDrafter):
+            known = None if prefix is None or prefix.drafter is None else (prefix.drafter, prefix.row, prefix.count)
+            self.drafter.join(row, text, max(first, 0), known, hint)
 
     def copy_row(self, row: int, other: Engine[TargetT], source: int, count: int) -> None:
         """Copy the `count` committed tokens of a row of another engine, to which nothing is in flight."""

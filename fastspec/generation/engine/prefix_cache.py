@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fastspec.errors import FastSpecError
+from fastspec.generation.drafters.base import HostDrafter
 from fastspec.generation.engine.batching import Batch
 from fastspec.generation.engine.call import Prefix, Request
 from fastspec.generation.engine.engine import Engine, TargetT
@@ -143,7 +144,8 @@ class PrefixCache(Generic[TargetT]):
         engine = next(each for each in self.texts if each.target is prefix.target)
         text = self.texts[engine][prefix.row]
         assert text is not None
-        engine.end()  # its drafter is told of rounds without it
+        if not isinstance(engine.drafter, HostDrafter):  # such a one hears before the prompt joins
+            engine.end()  # its drafter is told of rounds without it
         if text.running or 2 * prefix.count < len(text.ids):
             return free[0]
         text.used = GIVEN_UP

@@ -101,12 +101,11 @@ class FedVerifier(Verifier):
 
     def decide(self, scored: Scored, chosen: Callable[[], Tensor]) -> None:
         """Correct `choices` where walks need it. `chosen` runs them and gives the host's copy, which is corrected."""
-        host = chosen()
+        undrafted, going = self._undrafted(), [ConstrainedWalk(*each) for each in self._held()]
+        host = chosen()  # what waits for it leaves the device idle
         told: list[list[list[int]]] = host.tolist()
-        undrafted, nodes = self._undrafted(), host.shape[2]
         for row in undrafted:
-            told[0][row][1:] = [NEVER_PICKED] * (nodes - 1)
-        going = [ConstrainedWalk(*each) for each in self._held()]
+            told[0][row][1:] = [NEVER_PICKED] * (host.shape[2] - 1)
         for each in going:
             each.step(told[2][each.row][0], *(part[each.row] for part in told))
 

@@ -155,3 +155,12 @@ def counter(path: Path) -> Callable[..., None]:
     found: Callable[..., None] = ctypes.PyDLL(str(path)).fastspec_count_ngrams
     found.argtypes, found.restype = [P, P, N, P, N, N, N, P, P, N, P, P, P, P, N, P], None  # type: ignore[attr-defined]
     return found
+
+
+@cache
+def grower(path: Path) -> Callable[..., int]:
+    """The function of the same library that grows a tree."""
+    found: Callable[..., int] = ctypes.PyDLL(str(path)).fastspec_grow_ngrams
+    tree = [*(P, N, N, N, ctypes.c_int32), *(P, P, N, P, P, P, P, N), *(N, N, P, N, N, ctypes.c_double, P), P, P, P]
+    found.argtypes, found.restype = tree, N  # type: ignore[attr-defined]
+    return found

@@ -39,7 +39,7 @@ from fastspec.patches.assistants.heads import parts_of
 from fastspec.patches.assistants.mtp import load_mtp, save_with_mtp
 from fastspec.patches.assistants.smaller_heads import in_bits, ops_of, refuse_fused, with_vocabulary
 from fastspec.patches.assistants.speculative import read_parameters, resolve_speculative, vocabulary
-from fastspec.patches.backends import ngram_counter
+from fastspec.patches.backends import ngram_counter, ngram_grower
 from fastspec.patches.call.refusals import refuse_heads, refuse_joining
 from fastspec.patches.hf.compat import device_of, dtype_of
 from fastspec.patches.hf.parallel import embedding_of, group_of, parallel_style, share_of
@@ -287,7 +287,8 @@ def _nasd(config: Nasd, resources: dict[str, Any], model: Any) -> NasdDecoding:
     clocked = alone and weight_bytes >= MEASURED_BYTES and (device_of(model).type, dtype_of(model)) == EXACT
     measured = session.ngram_costs if session is not None and clocked else None
     counted = config.storage in ("ngram", "one_level") or isinstance(config.storage, NgramStorage)
-    return NasdDecoding(config, weight_bytes, size, measured, ngram_counter() if counted else None)
+    compiled = (ngram_counter(), ngram_grower()) if counted else (None, None)
+    return NasdDecoding(config, weight_bytes, size, measured, *compiled)
 
 
 def _cascade(resources: dict[str, Any]) -> Any:

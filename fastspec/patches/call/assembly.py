@@ -101,11 +101,13 @@ def new_engine(plan: Plan) -> Engine[HFModel]:
 
 
 def entry(plan: Plan, engine: Engine[HFModel], rows: int) -> tuple[HFModel, Drafter | None]:
-    """A target and a drafter of so many rows, for prompts to begin in: the same ones for all prompts."""
+    """A target and a drafter of so many rows, for prompts to begin in: the same ones for all prompts. Drafters on the
+    host need none: their rows join (`HostDrafter.join`)."""
     known = engine.entries.get(rows)
     if known is None:
         with SPENT.making():  # longer prompts are not read together
-            made = _made(plan, rows, plan.processing.drawn, TOGETHER_TOKENS // rows if rows > 1 else None)
+            target, drafter = _made(plan, rows, plan.processing.drawn, TOGETHER_TOKENS // rows if rows > 1 else None)
+        made = target, None if isinstance(drafter, HostDrafter) else drafter
     else:
         made = known[0], _opened(plan, *known, rows)
     engine.entries[rows] = target, drafter = made
