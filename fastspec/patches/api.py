@@ -259,9 +259,9 @@ def continuous(
     each stage of which has `rows` rows of its own in the adaptive mode. A row has room for `max_length` tokens, prompt
     and answer (None: the model's positions, 8192 at most); buffers grow as texts do. While rows decode, prompts are
     read `prefill_chunk` tokens at a time between two rounds ("auto": 1,024 on CUDA, 256 elsewhere), and four times as
-    many while more prompts wait than rows decode. None: any number, for work of which nobody waits for one answer; one
-    row in sixteen may then stand idle until several prompts are read together. Where passes are captured, up to eight
-    short prompts that wait are read in one pass.
+    many of whole prompts while more wait than rows decode. None: any number, for work of which nobody waits for one
+    answer; one row in sixteen may then stand idle until several prompts are read together. Where passes are captured,
+    up to eight short prompts that wait are read in one pass.
 
     Rounds have as many rows as the load needs, 1, 2, 4, ... up to `rows`, since a tree in an idle row costs as much as
     in another. In low precision a text's rounding depends on the number of rows, and so on the load. With

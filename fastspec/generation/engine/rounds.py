@@ -24,10 +24,10 @@ from fastspec.kernels.verification.reference import NO_TOKEN
 
 TOGETHER = 8
 """Prompts at most that one pass reads."""
-TOGETHER_TOKENS = 2048
+TOGETHER_TOKENS = 1024
 """Tokens of such a pass at most, padding counted."""
 CHUNKS_OF_MANY = 4
-"""Chunks of prompts that are read between two rounds while more prompts wait than rows go on."""
+"""Chunks of whole prompts that are read between two rounds while more prompts wait than rows go on."""
 AHEAD = 64
 """Prompts that wait among which a pass finds those of like lengths."""
 PADDING = 64
@@ -104,8 +104,8 @@ class Rounds(Generic[TargetT]):
 
     Before a round prompts that wait take the rows that are free: `entry(count)` gives a target and a drafter of so many
     rows for them to begin in. While other rows go on, no more than `chunk` tokens of prompts are read between two
-    rounds, so that these do not wait for a long one, and four times as many while more prompts wait than rows go on;
-    None: any number, of a call that nobody hears of before its end.
+    rounds, so that these do not wait for a long one, and four times as many of whole prompts while more wait than rows
+    go on; None: any number, of a call that nobody hears of before its end.
 
     Where passes are captured, up to `together` short prompts are read in one, since each pass takes the host some time,
     however short.
@@ -159,24 +159,28 @@ class Rounds(Generic[TargetT]):
         """Read prompts that wait, as far as this turn goes, and give those that were read whole their rows."""
         spent = 0
         while self.joining is not None or self._lets_in():
-            chunk, room = self._chunk(), None
-            if chunk is not None:
-                room = chunk - spent
-                if room <= 0 or (spent and self._waits_to_prefill_whole(room, chunk)):
-                    return
+            room = self._room(spent)
+            if room is not None and (room <= 0 or (spent and self._waits_to_prefill_whole(room))):
+                return
             with timed(self.batch.stats, "prefill"):
                 spent += self._read(room)
 
-    def _chunk(self) -> int | None:
-        """Tokens of prompts to read before the next round at most; None: any number."""
+    def _room(self, spent: int) -> int | None:
+        """Tokens of prompts that the next pass may read, behind those `spent` since the last round; None: any."""
         going = sum(self.batch.running)
         if self.chunk is None or not going:
             return None
-        return self.chunk * CHUNKS_OF_MANY if len(self.batch.ahead(going + 1)) > going else self.chunk
+        many = self.joining is None and len(self.batch.ahead(going + 1)) > going
+        return min(self.chunk, self.chunk * (CHUNKS_OF_MANY if many else 1) - spent)
 
-    def _waits_to_prefill_whole(self, room: int, chunk: int) -> bool:
-        """True if the next prompt fits whole into the next `chunk` but not into the `room` tokens left of this one."""
-        return self.joining is None and self.together > 1 and room < self.batch.ahead(1)[0] <= chunk
+    def _waits_to_prefill_whole(self, room: int) -> bool:
+        """True if the next prompt fits whole into the next pass but not into the `room` tokens left of this one."""
+        return (
+            self.joining is None
+            and self.together > 1
+            and self.chunk is not None
+            and room < self.batch.ahead(1)[0] <= self.chunk
+        )
 
     def _read(self, room: int | None) -> int:
         """Read up to `room` tokens of one prompt, or of several -> how many; the batch hears of what fails. What the
