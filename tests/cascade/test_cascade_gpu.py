@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.cascade import NAMED, Told, cascaded, stages, trained
+from helpers.devices import ON_CUDA
 from helpers.generate import prompts
 from helpers.models import tiny_model
 from helpers.tokenizers import TARGET
@@ -18,7 +19,7 @@ from fastspec.cascade.predictor import Predictor
 from fastspec.errors import Unsupported
 from fastspec.patches.session import session_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = ON_CUDA
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
 DEVICE = "cuda"
 GREEDY = {"do_sample": False, "max_new_tokens": 40}

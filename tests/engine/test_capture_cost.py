@@ -12,6 +12,7 @@ from weakref import WeakSet
 
 import pytest
 import torch
+from helpers.devices import CUDA
 from helpers.generate import MAKERS, TREE, prompts
 from helpers.models import tiny_model
 
@@ -21,9 +22,6 @@ from fastspec.patches.backends import TORCH
 from fastspec.patches.session import session_of
 
 NAP = 0.02
-CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-)
 
 
 class Graph:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from helpers.devices import ON_CUDA
 from helpers.generate import MAKERS, NEVER, TREE
 from helpers.open import GREEDY, texts, told
 from helpers.training import small_target, small_tokenizer
@@ -19,7 +19,7 @@ import fastspec
 from fastspec.generation.engine.engine import Engine
 from fastspec.programs.bulk import Done, answer_file, encode, settings_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = ON_CUDA
 DEVICE = "cuda"
 SECONDS = 120
 COUNTS = (9, 3, 14, 5, 7, 40, 11, 6)

@@ -93,6 +93,10 @@ def prompts(*lengths: int, seed: int = 0) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
+def prompts_on(device: str, *lengths: int, seed: int = 0) -> dict[str, Tensor]:
+    return {name: each.to(device) for name, each in prompts(*lengths, seed=seed).items()}
+
+
 ANSWERS: WeakKeyDictionary[Any, dict[str, Tensor]] = WeakKeyDictionary()
 SHARED: dict[str, dict[str, Tensor]] = {}
 

@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from helpers.devices import INTERPRETED
 from helpers.examples import examples
 from helpers.kernels import EVERYWHERE, HAS_CUDA, ON_CUDA
 from helpers.kernels_attention import DTYPES, HEADS, TYPED, Case, excess, good
@@ -25,7 +26,7 @@ from fastspec.kernels.launch import is_hopper
 PREFIXES = st.lists(st.sampled_from([0, 1, 7, 31, 32, 33, 63, 64, 65, 130, 257]), min_size=1, max_size=2)
 
 
-@pytest.mark.skipif(HAS_CUDA, reason="compiled kernels take no CPU tensors")
+@INTERPRETED
 @given(
     PREFIXES,
     st.sampled_from([1, 2, 7, 33, 65]),

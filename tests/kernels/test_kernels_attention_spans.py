@@ -17,6 +17,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from helpers.devices import INTERPRETED
 from helpers.kernels import EVERYWHERE, HAS_CUDA, ON_CUDA
 from helpers.kernels_attention import DTYPES, HEADS, TYPED, Case, excess, good
 from helpers.trees import random_parents
@@ -29,8 +30,6 @@ from fastspec.kernels.attention import tree as kernels
 from fastspec.kernels.attention.layout import TreeLayout
 from fastspec.kernels.attention.reference import Span
 from fastspec.kernels.drafting import reference as drafting_reference
-
-ON_CPU = pytest.mark.skipif(HAS_CUDA, reason="compiled kernels take no CPU tensors")
 
 
 class SpanCase(Case):
@@ -109,7 +108,7 @@ PREFIXES = st.lists(st.sampled_from([0, 1, 7, 31, 32, 33, 64, 130, 257]), min_si
 CAPS = st.sampled_from([None, 0.5, 30.0])
 
 
-@ON_CPU
+@INTERPRETED
 @given(
     PREFIXES,
     st.sampled_from([1, 2, 7, 33, 65]),
@@ -177,7 +176,7 @@ def test_queries_of_a_tile_begin_to_see_on_both_sides_of_a_block(device, size):
             SpanCase([130, size - 1], 33, (1, 1), 16, torch.float32, device, Span(size, chunk), chain=chain).check()
 
 
-@ON_CPU
+@INTERPRETED
 @given(
     PREFIXES,
     st.sampled_from([1, 7, 33]),
@@ -272,7 +271,7 @@ def test_what_is_seen_of_nothing_is_zero_beside_a_sink(device, splits):
             assert not got[:, 1].any() and got[:, 0].all()
 
 
-@ON_CPU
+@INTERPRETED
 @pytest.mark.parametrize("nodes", [1, 3, 40])
 @pytest.mark.parametrize("span", [Span(50), Span(50, chunk=True)], ids=str)
 def test_time_does_not_grow_with_the_text(monkeypatch, nodes, span):

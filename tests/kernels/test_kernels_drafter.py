@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.devices import CPU, CUDA
 from helpers.examples import examples
+from helpers.kernels import ON_CUDA
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -21,11 +23,7 @@ from fastspec.generation.tree import Verdict
 from fastspec.kernels.drafting.fused.draft import draft, draft_space, draft_weights, supports
 from fastspec.patches.backends import TORCH
 
-GPU = torch.cuda.is_available()
-CPU = pytest.param("cpu", marks=pytest.mark.skipif(GPU, reason="compiled kernels take no CPU tensors"))
-CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="no CUDA device")])
 ON_CPU = pytest.mark.parametrize("device", [CPU])
-ON_CUDA = pytest.mark.parametrize("device", [CUDA])
 
 TINY: dict[str, Any] = {
     "hidden_size": 48,

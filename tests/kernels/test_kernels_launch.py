@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.devices import INTERPRETED
+from helpers.kernels import ON_CUDA
 from torch import Tensor
 
 from fastspec.generation import decoder_layer
@@ -28,9 +30,6 @@ from fastspec.kernels.linear.swiglu import swiglu
 from fastspec.kernels.verification.posterior_eval import pick, posterior_walk
 from fastspec.patches.backends import triton_ops
 
-ON_GPU = torch.cuda.is_available()
-CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="no CUDA device")])
-ON_CUDA = pytest.mark.parametrize("device", [CUDA])
 # The products let dependents start before their own wait: see the last paragraph of launch.py, and their tests.
 KERNELS = Path(launch.__file__).parent
 PRODUCTS = {KERNELS / "linear" / f"{name}.py" for name in ("linear", "row", "hopper")}
@@ -51,7 +50,7 @@ BY_ROWS = [f"if EARLY:\n    {RELEASE}", WAIT, f"if not EARLY:\n    {RELEASE}"]
 """What norms do, which let the product behind a row alone start before they wait."""
 
 
-@pytest.mark.skipif(ON_GPU, reason="the interpreter is off where there is a CUDA device")
+@INTERPRETED
 def test_the_interpreter_launches_one_after_the_other():
     for device in ("cpu", "cuda:0"):
         assert launch.dependent(torch.device(device)) == launch.spread(torch.device(device)) == {"PDL": False}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.devices import CUDA
 from helpers.families import recurrent
 from helpers.generate import Oracle, OwnProcessor, free, prompts
 from helpers.models import tiny_head, tiny_model
@@ -18,9 +19,6 @@ from fastspec.patches.hf.cache import CACHE, kept_cache
 NEW = 16
 ROWS = prompts(5, 11)
 KINDS = "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"
-CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-)
 
 
 class Branches(Oracle):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.devices import CUDA
 from helpers.generate import free, prompts
 from helpers.models import tiny_head, tiny_model
 
@@ -36,9 +37,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "shared, wide": {"num_kv_shared_layers": 2, "attention_k_eq_v": True, "use_double_wide_mlp": True},
     "experts": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
 }
-CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-)
 
 
 def varied(kind: str, seed: int = 0, **over: Any) -> Any:

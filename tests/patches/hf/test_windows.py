@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.captured import stand_in
+from helpers.devices import CUDA
 from helpers.families import KINDS, NEW, SPAN, windowed
 from helpers.generate import OwnProcessor, free, prompts
 from helpers.models import tiny_head
@@ -37,11 +38,6 @@ def short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_state, "SLACK", 4)
     monkeypatch.setattr(layer_state, "STEP", LEAST_RING if torch.cuda.is_available() else 1)
     monkeypatch.setattr("fastspec.generation.target.NARROW", 4)
-
-
-CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-)
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
