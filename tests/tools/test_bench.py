@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers.bench import quick  # noqa: F401
 from helpers.pages import ROOT
-from helpers.training import small_target, small_tokenizer
+from helpers.training import save_with_tokenizer, small_target
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -42,8 +42,7 @@ def saved(tmp_path_factory) -> Path:
         ("model", 1),
         ("ends", 4),
     ):  # the first never says its end token here, the second after 18 tokens
-        small_target(seed, peak=0.2).save_pretrained(folder / name)
-        small_tokenizer().save_pretrained(folder / name)
+        save_with_tokenizer(small_target(seed, peak=0.2), folder / name)
     texts = ["w9 w12 w40", "w5 w6 w7 w8 w9", "w100 w4 w4", "w77 w30 w31 w8"]
     rows = [{"id": f"p{i}", "category": "ab"[i // 2], "turns": [text, "never asked"]} for i, text in enumerate(texts)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.models import tiny_head
-from helpers.training import small_target, small_tokenizer
+from helpers.training import save_with_tokenizer, small_target
 from typer.testing import CliRunner
 
 from fastspec.errors import Unsupported
@@ -93,8 +93,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model, its tokenizer, a head for it and two prompts, in a folder."""
     folder = tmp_path_factory.mktemp("bench")
     target = small_target(1, peak=0.2)
-    target.save_pretrained(folder / "model")
-    small_tokenizer().save_pretrained(folder / "model")
+    save_with_tokenizer(target, folder / "model")
     save_head(tiny_head(target, taps=(1, 2, 3)), folder / "head", "a card")
     rows = [
         {"id": f"p{i}", "category": "a", "turns": [text]} for i, text in enumerate(("w9 w12 w40", "w5 w6 w7 w8 w9"))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.heads import as_eagle3, write
+from helpers.heads import save_eagle3
 from helpers.models import tiny_head, tiny_model
 from helpers.training import small_target, small_tokenizer
 from hypothesis import given
@@ -47,9 +47,7 @@ def saved(tmp_path_factory) -> Path:
     tokenizer = small_tokenizer()
     tokenizer.chat_template = None  # answers follow a prompt's last word
     tokenizer.save_pretrained(folder / "model")
-    (folder / "head").mkdir()
-    config, state = as_eagle3(tiny_head(target), target.get_input_embeddings().weight.detach().clone())
-    write(folder / "head", config | {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}, state)
+    save_eagle3(tiny_head(target), folder / "head")
     (folder / "words.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
     return folder
 
@@ -151,11 +149,8 @@ def test_a_row_says_which_tree_was_measured_and_chosen(script, saved: Path) -> N
 
 
 def test_several_heads_are_measured_in_one_run_as_by_themselves(script, saved: Path) -> None:
-    target = small_target(10, peak=0.2)
     other = saved / "other"
-    other.mkdir(exist_ok=True)
-    config, state = as_eagle3(tiny_head(target, seed=5), target.get_input_embeddings().weight.detach().clone())
-    write(other, config | {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}, state)
+    save_eagle3(tiny_head(small_target(10, peak=0.2), seed=5), other)
     heads, shared = [str(saved / "head"), str(other)], ["--assistants", "autoregressive", "eagle3", "--tree", "20,3,6"]
     plain, *both = rows_of(script, saved, *shared, "--head", *heads)
     assert plain["assistant"] == "autoregressive" and [row["head"] for row in both] == heads
