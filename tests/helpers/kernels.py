@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -17,6 +18,19 @@ ON_CUDA = pytest.mark.parametrize("device", [CUDA])
 ON_CUDA_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 SEEDS = st.integers(0, 2**31)
 FLOATS = st.sampled_from([torch.float32, torch.float16])
+
+
+Outputs = TypeVar("Outputs")
+
+
+def captured(run: Callable[[], Outputs]) -> tuple[torch.cuda.CUDAGraph, Outputs]:
+    """A graph of a run, and its outputs."""
+    run()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = run()
+    return graph, outs
 
 
 class poisoned:

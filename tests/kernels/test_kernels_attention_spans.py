@@ -18,7 +18,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from helpers.devices import INTERPRETED
-from helpers.kernels import EVERYWHERE, HAS_CUDA, ON_CUDA
+from helpers.kernels import EVERYWHERE, HAS_CUDA, ON_CUDA, captured
 from helpers.kernels_attention import DTYPES, HEADS, TYPED, Case, excess, good
 from helpers.trees import random_parents
 
@@ -383,9 +383,7 @@ def test_a_captured_launch_follows_the_window(device, nodes):
     case.k, case.v = case.clean
     layout = case.layout()
     case.check(layout)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = kernels.tree_attention(case.q, case.k, case.v, layout, case.scale, **case.extras)
+    graph, out = captured(lambda: kernels.tree_attention(case.q, case.k, case.v, layout, case.scale, **case.extras))
     replays: list[Tensor] = []
     for lengths in ([3000, 2000], [0, 64], [8000, 511], [513, 1024]):
         case.prefix.copy_(torch.tensor(lengths))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.devices import CPU, CUDA
 from helpers.examples import examples
-from helpers.kernels import ON_CUDA
+from helpers.kernels import ON_CUDA, captured
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -432,9 +432,7 @@ def test_every_launch_gives_the_same_and_can_be_captured(device):
     expected = round_from_300()
     for _ in range(50):  # a race between phases would show as another tree, sooner or later
         assert all(torch.equal(a, b) for a, b in zip(expected, round_from_300(), strict=True))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = round_from_300()
+    graph, out = captured(round_from_300)
     for tensor in out:
         tensor.zero_()
     graph.replay()

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.devices import INTERPRETED
-from helpers.kernels import ON_CUDA
+from helpers.kernels import ON_CUDA, captured
 from torch import Tensor
 
 from fastspec.generation import decoder_layer
@@ -185,16 +184,6 @@ def test_only_aligned_lines_are_prefetched(shape, begin, bytes_):
     weight = torch.zeros(shape[0] * shape[1] + begin, dtype=torch.float16)[begin:].view(shape)
     assert launch.prefetched(weight, 512) == bytes_
     assert launch.prefetched(torch.zeros(9, 100, dtype=torch.float16)[:, :64], 512) == 0  # lines 200 bytes apart
-
-
-def captured(run: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
-    """A graph of the run with dependent launches, and its outputs."""
-    run()  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outs = run()
-    return graph, outs
 
 
 @ON_CUDA
