@@ -98,7 +98,7 @@ def test_so_does_one_over_gpus(count: int, tmp_path: Path) -> None:
     model = small_target(peak=0.15, key_heads=4)
     save_with_tokenizer(model, tmp_path)
     with served(tmp_path, count=count) as server:
-        asked = [each for each in requests(24, 2) if each[-1] is None]
+        asked = [each for each in requests(24, 2) if each.seed is None]
         hold_as_alone(model, asked, ask_all(server, asked))
 
 
