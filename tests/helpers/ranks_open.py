@@ -36,6 +36,7 @@ from helpers.generate import NEVER, bigram, seer
 from helpers.grammars import END, SCHEMA, TOKENIZER
 from helpers.open import SECONDS, texts
 from helpers.ranks import Loader, at_call, end_or_fail, first, given, here, planted, sizes, why
+from helpers.threads import in_threads
 
 GREEDY = {"do_sample": False, "eos_token_id": NEVER, "max_new_tokens": 12}
 DRAWN = {"do_sample": True, "eos_token_id": NEVER, "max_new_tokens": 12, "temperature": 0.8}
@@ -391,35 +392,26 @@ def crowded(load: Loader, kind: str) -> list[Any]:
 
     def asked(batch: Any) -> list[Any]:
         found: dict[int, list[int]] = {}
-        wrong: list[BaseException] = []
 
         def ask(thread: int) -> None:
             numbers = random.Random(thread)
-            try:
-                for number in range(thread * each, (thread + 1) * each):
-                    settings = SETTINGS[number % len(SETTINGS)]
-                    streamer = Rounds(numbers.randint(0, 3)) if number % 5 == 1 else None
-                    settings = settings if streamer is None else {**settings, "max_new_tokens": LONG}
-                    future = batch.submit(ids[number], streamer=streamer, **settings)
-                    time.sleep(0.03 * numbers.random())
-                    if number % 5 == 2:
-                        future.cancel()
-                    if number % 5 == 1:
-                        with pytest.raises(OSError, match="nobody hears"):
-                            future.result(SECONDS)
-                    elif not future.cancelled():
-                        answer = future.result(SECONDS)[0].tolist()
-                        if number % 5 != 2:
-                            found[number] = answer
-            except BaseException as error:
-                wrong.append(error)
+            for number in range(thread * each, (thread + 1) * each):
+                settings = SETTINGS[number % len(SETTINGS)]
+                streamer = Rounds(numbers.randint(0, 3)) if number % 5 == 1 else None
+                settings = settings if streamer is None else {**settings, "max_new_tokens": LONG}
+                future = batch.submit(ids[number], streamer=streamer, **settings)
+                time.sleep(0.03 * numbers.random())
+                if number % 5 == 2:
+                    future.cancel()
+                if number % 5 == 1:
+                    with pytest.raises(OSError, match="nobody hears"):
+                        future.result(SECONDS)
+                elif not future.cancelled():
+                    answer = future.result(SECONDS)[0].tolist()
+                    if number % 5 != 2:
+                        found[number] = answer
 
-        started = [threading.Thread(target=ask, args=(thread,)) for thread in range(threads)]
-        for thread in started:
-            thread.start()
-        for thread in started:
-            thread.join()
-        assert not wrong, wrong
+        in_threads(ask, threads)
         return [found[number] for number in sorted(found)]
 
     with fastspec.patched(model, backend=plain(), eagle3=here(seer(bigram(**sizes())))):
