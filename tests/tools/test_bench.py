@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.bench import quick  # noqa: F401
 from helpers.pages import ROOT
 from helpers.training import save_with_tokenizer, small_target
 from rich.console import Console
@@ -29,6 +28,7 @@ from fastspec.programs.cli.app import app
 from fastspec.programs.compare import TimedStreamer
 from fastspec.programs.texts import until_end
 
+pytestmark = pytest.mark.usefixtures("quick")
 torch.set_num_threads(1)  # models this small lose time to more, and workers share the cores
 VERSIONS = {"torch", "triton", "transformers", "fastspec", "commit"}
 ENVIRONMENT = {"device", "dtype", "threads", "load", "date", "weight_bytes", "read_gb_per_s", *VERSIONS}

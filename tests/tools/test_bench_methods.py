@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.bench import quick  # noqa: F401
 from helpers.heads import EAGLE1, as_eagle, save_eagle3, write
 from helpers.models import tiny_head, tiny_model
 from helpers.tokenizers import DRAFT, TARGET
@@ -28,6 +27,8 @@ from fastspec.patches.session import session_of
 from fastspec.programs.bench import methods, run, run_bench
 from fastspec.programs.bench.report import print_report
 from fastspec.programs.cli.app import app
+
+pytestmark = pytest.mark.usefixtures("quick")
 
 DRAFTED = ("head", "draft_model", "early_exit")
 ALL = [

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from fastspec.programs.bench import run_bench
 from fastspec.programs.cli.app import app
 
+pytestmark = pytest.mark.usefixtures("quick")
 torch.set_num_threads(1)  # models this small lose time to more, and workers share the cores
 
 
@@ -25,13 +26,6 @@ def saved(tmp_path_factory) -> Path:
         "".join(json.dumps({"prompt": text}) + "\n" for text in ("w9 w12 w40", "w5 w6 w7 w8 w9"))
     )
     return folder
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch) -> None:
-    """Runs on the CPU, wherever the tests run; the bandwidth needs no half gigabyte here."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("fastspec.programs.compare.read_bandwidth", lambda device: 1e9)
 
 
 def bench(saved: Path, *arguments: str):

@@ -3,7 +3,6 @@ differ."""
 
 from __future__ import annotations
 
-import importlib
 import json
 from functools import cache
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.bench import benchmark
 from helpers.heads import save_eagle3
 from helpers.models import tiny_head, tiny_model
 from helpers.training import small_target, small_tokenizer
@@ -22,7 +22,7 @@ from fastspec.generation.stats import Stats
 from fastspec.patches.assistants.mtp import new_mtp, saved_mtp
 from fastspec.patches.hf.cache import CACHE, kept_cache
 
-pytestmark = pytest.mark.slow  # of a script that is run by hand
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("on_cpu")]  # of a script that is run by hand
 
 TOKENS = 20
 TEXTS = ["w9 w12 w40", "w5 w6 w7 w8 w9", "w100 w4 w4", "w77 w30 w31 w8", "w64"]
@@ -31,10 +31,7 @@ VERSIONS = {"torch", "triton", "transformers", "fastspec", "commit"}
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    """The benchmark as a module, whose folder is on the path only while it is imported."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-        return importlib.import_module("acceptance")
+    return benchmark("acceptance")
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +47,6 @@ def saved(tmp_path_factory) -> Path:
     save_eagle3(tiny_head(target), folder / "head")
     (folder / "words.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
     return folder
-
-
-@pytest.fixture(autouse=True)
-def on_cpu(monkeypatch) -> None:
-    """Runs on the CPU, wherever the tests run."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 def rows_of(script: Any, saved: Path, *arguments: str) -> list[dict[str, Any]]:

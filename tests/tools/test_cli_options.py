@@ -26,6 +26,8 @@ from fastspec.programs.bench.methods import BUNDLED, read_rows
 from fastspec.programs.cli import options
 from fastspec.programs.cli.app import app
 
+pytestmark = pytest.mark.usefixtures("quick")
+
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
@@ -35,13 +37,6 @@ def saved(tmp_path_factory) -> Path:
         save_with_tokenizer(model, folder / name)
     save_eagle3(tiny_head(small_target()), folder / "head")
     return folder
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch) -> None:
-    """Runs on the CPU, wherever the tests run; the bandwidth needs no half gigabyte here."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("fastspec.programs.compare.read_bandwidth", lambda device: 1e9)
 
 
 def run(*arguments: str):
