@@ -16,6 +16,7 @@ from helpers.devices import CPU, CUDA, HAS_CUDA
 EVERYWHERE = pytest.mark.parametrize("device", [CPU, CUDA])
 ON_CUDA = pytest.mark.parametrize("device", [CUDA])
 ON_CUDA_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+DTYPES = {"cpu": [torch.float32, torch.float16], "cuda": [torch.float32, torch.float16, torch.bfloat16]}
 SEEDS = st.integers(0, 2**31)
 FLOATS = st.sampled_from([torch.float32, torch.float16])
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.examples import examples
-from helpers.kernels import EVERYWHERE
+from helpers.kernels import DTYPES, EVERYWHERE
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -28,7 +28,6 @@ SHAPES = {  # experts, choices, hidden size, expert size
     "cuda": [(8, 2, 1024, 3584), (32, 4, 2880, 1440), (128, 8, 2048, 768), (9, 3, 65, 33), (60, 4, 2048, 1408)],
 }
 TOKENS = {"cpu": [1, 1, 7, 17, 35, 65], "cuda": [1, 7, 16, 17, 32, 61, 65, 300, 1031]}
-DTYPES = {"cpu": [torch.float32, torch.float16], "cuda": [torch.float32, torch.float16, torch.bfloat16]}
 
 
 def routed(generator: torch.Generator, tokens: int, count: int, choices: int, kind: str) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.examples import examples
-from helpers.kernels import EVERYWHERE
+from helpers.kernels import DTYPES, EVERYWHERE
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -63,7 +63,6 @@ def test_strided_inputs_are_refused(device):
 
 EPS = 1e-5
 SIZES = {"cpu": [1, 7, 63, 64, 65], "cuda": [1, 65, 576, 4096, 8192]}
-DTYPES = {"cpu": [torch.float32, torch.float16], "cuda": [torch.float32, torch.float16, torch.bfloat16]}
 
 
 def with_rows_apart(x: Tensor, pad: int) -> Tensor:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.devices import CUDA
 from helpers.examples import examples
-from helpers.kernels import EVERYWHERE
+from helpers.kernels import DTYPES, EVERYWHERE
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -26,7 +26,6 @@ DRAWN = examples(20)
 SEEDS = st.integers(0, 2**31)
 SIZES = {"cpu": [1, 2, 7, 63, 64, 65, 130], "cuda": [1, 7, 65, 576, 1536, 4096, 5120, 8192, 16384, 24576]}
 ROWS = {"cpu": [1, 2, 3], "cuda": [1, 7, 61, 64, 1000]}
-DTYPES = {"cpu": [torch.float32, torch.float16], "cuda": [torch.float32, torch.float16, torch.bfloat16]}
 
 
 def drawn(data, device: str, table: dict):
