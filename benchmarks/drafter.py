@@ -60,7 +60,7 @@ class Fused:
     def __init__(self, head: EagleHead, weights: DraftWeights, shape: TreeShape, rows: int, prefix: int) -> None:
         c, like = head.config, head.fc.weight
         sizes = {"rows": rows, "pairs": PAIRS, "top_k": shape.top_k, "depth": shape.depth}
-        self.weights, self.space = weights, draft_space(weights, **sizes, programs=None, launch={})
+        self.weights, self.space = weights, draft_space(weights, **sizes, programs=None)
         self.prefix, self.limit = prefix, prefix + 256
         slots = self.limit + max(PAIRS, shape.depth * shape.top_k)
         self.k, self.v = like.new_empty(2, rows, c.num_key_value_heads, slots, c.head_dim).normal_()

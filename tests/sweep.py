@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import transformers
+from helpers.generate import conversation
 from helpers.models import tiny_head
 from helpers.seq2seq import near, tiny_seq2seq
 from helpers.sweep import TOKENS, tiny
@@ -31,7 +32,6 @@ from helpers.vision import prompts_with_images, seeing
 from transformers.models.auto import modeling_auto
 
 import fastspec
-from fastspec.patches.hf.cache import CACHE, kept_cache
 from fastspec.patches.hf.families import SEQ2SEQ
 from fastspec.patches.hf.limits import layer_spans
 
@@ -107,11 +107,11 @@ def row(mapping: str, kind: str) -> dict[str, Any]:
         )
         found["eagle3"] = "equal" if given is None else ": ".join(given)
     try:
-        conversation = _conversation(model, {})
+        turns = _turns(model, {})
     except Exception as error:
         found["turns"] = f"plain fails: {_short(error)}"
     else:
-        given = _outcome(lambda: _conversation(model, {"assistant": NEEDED["speculative"]}), conversation)
+        given = _outcome(lambda: _turns(model, {"assistant": NEEDED["speculative"]}), turns)
         found["turns"] = "equal" if given is None else ": ".join(given)
     if found["eagle3"] == "equal":
         found["assistants"].append("eagle3")
@@ -180,31 +180,11 @@ def _call(model: Any, inputs: dict[str, Any], **options: Any) -> Any:
     return getattr(given, "sequences", given).tolist()
 
 
-def _conversation(model: Any, options: dict[str, Any]) -> list[Any]:
+def _turns(model: Any, options: dict[str, Any]) -> list[Any]:
     """The texts after each of three turns of two rows, each on the cache that the last returned; the second is
     transformers' own."""
-    inputs, past, found = _texts(9, 5), None, []
-    for turn in range(3):
-        out = model.generate(
-            **inputs,
-            max_new_tokens=TURN,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            **{CACHE: past},
-            **(options if turn != 1 else {}),
-        )
-        past, more = (
-            kept_cache(out),
-            torch.randint(6, TOKENS - 7, (2, 3), generator=torch.Generator().manual_seed(turn)),
-        )
-        found.append(out.sequences.tolist())
-        ids = torch.cat((out.sequences, more), 1)
-        mask = torch.ones_like(ids)
-        mask[:, : inputs["attention_mask"].shape[1]] = inputs["attention_mask"]
-        inputs = {"input_ids": ids, "attention_mask": mask}
-    return found
+    turns = [{"max_new_tokens": TURN, **each} for each in (options, {}, options)]
+    return [out.sequences.tolist() for out in conversation(model, _texts(9, 5), turns)]
 
 
 def _outgrown(model: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.cascade import NAMED, Told, cascaded, stages, trained
+from helpers.cascade import NAMED, Told, cascaded, stages, trained, with_saved_stage
 from helpers.examples import examples
 from helpers.generate import prompts, shallow_model
 from helpers.gptq import packed_layers
@@ -349,18 +349,7 @@ def test_bad_configurations_are_refused_and_change_nothing(tmp_path: Any) -> Non
 def test_stages_are_loaded_as_asked(tmp_path: Any, options: dict[str, Any]) -> None:
     if "quantization" in options:
         pytest.importorskip("bitsandbytes")
-    sizes = {"hidden_size": 128, "intermediate_size": 128, "vocab_size": len(TARGET)}  # whole blocks of weights
-    shallow_model(seed=1, num_hidden_layers=2, **sizes).save_pretrained(tmp_path)
-    TARGET.save_pretrained(tmp_path)
-    stage, large = fastspec.Stage(str(tmp_path), name="medium", **options), shallow_model(vocab_size=len(TARGET))
-    settings = {
-        "tokenizer": TARGET,
-        "label": "large",
-        "predictor": trained(NAMED[1:]),
-        "costs": [1.0, 2.0],
-        "price": 0.0,
-    }
-    fastspec.patch(large, cascade=fastspec.Cascade(stages=[stage], **settings))
+    large = with_saved_stage(shallow_model(vocab_size=len(TARGET)), tmp_path, TARGET, **options)
     ids = torch.tensor([[5, 6, 7, 8]])
     out = large.generate(ids, **GREEDY, assistant="cascade", eos_token_id=None)
     held = session_of(large).resources["cascade"].stages[0].model

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.cascade import NAMED, Told, cascaded, stages, trained
+from helpers.cascade import Told, cascaded, stages, with_saved_stage
+from helpers.devices import ON_CUDA
 from helpers.generate import prompts
 from helpers.models import tiny_model
 from helpers.tokenizers import TARGET
@@ -18,7 +19,7 @@ from fastspec.cascade.predictor import Predictor
 from fastspec.errors import Unsupported
 from fastspec.patches.session import session_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = ON_CUDA
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
 DEVICE = "cuda"
 GREEDY = {"do_sample": False, "max_new_tokens": 40}
@@ -107,19 +108,8 @@ def test_token_mode_refuses_a_second_stage_by_name():
 @pytest.mark.parametrize("device", [DEVICE, pytest.param("cuda:1", marks=TWO_GPUS)])
 def test_quantised_stages_lie_beside_the_large_model(tmp_path, quantization, device):
     pytest.importorskip("bitsandbytes")
-    sizes = {"hidden_size": 128, "intermediate_size": 128, "vocab_size": len(TARGET)}  # whole blocks of weights
-    tiny_model(seed=1, num_hidden_layers=2, **sizes).save_pretrained(tmp_path)
-    TARGET.save_pretrained(tmp_path)
-    stage = fastspec.Stage(str(tmp_path), name="medium", quantization=quantization, dtype="float32")
     large = tiny_model(seed=2, num_hidden_layers=3, vocab_size=len(TARGET)).to(device)
-    settings = {
-        "tokenizer": TARGET,
-        "label": "large",
-        "predictor": trained(NAMED[1:]),
-        "costs": [1.0, 2.0],
-        "price": 0.0,
-    }
-    fastspec.patch(large, cascade=fastspec.Cascade(stages=[stage], **settings))
+    with_saved_stage(large, tmp_path, TARGET, quantization=quantization, dtype="float32")
     ids = torch.tensor([[5, 6, 7, 8]], device=device)
     out = large.generate(ids, **GREEDY, assistant="cascade", eos_token_id=None)
     held = session_of(large).resources["cascade"].stages[0].model

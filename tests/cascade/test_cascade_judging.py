@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.training import small_target, small_tokenizer
+from helpers.training import save_with_tokenizer, small_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -239,8 +239,7 @@ def test_a_judge_that_has_not_written_yet_is_told_what_to_write(answers: Path, t
 def test_train_and_evaluate_say_by_set_how_answers_were_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastspec.programs.cli.cascade.RATED", 2)
     for name in ("small", "large"):
-        small_target(peak=0.3).save_pretrained(tmp_path / name)
-        small_tokenizer().save_pretrained(tmp_path / name)
+        save_with_tokenizer(small_target(peak=0.3), tmp_path / name)
     words, prompts = [f"w{at}" for at in range(4, 20)], [f"w{5 + at} w6" for at in range(36)]
     first = write(
         tmp_path / "first.jsonl",

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers.examples import examples
+from helpers.threads import in_threads
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -401,7 +402,6 @@ def test_of_equal_entries_the_one_that_need_not_be_moved_is_given() -> None:
 def test_threads_take_turns() -> None:
     """Every thread reads what belongs to its own texts, and no two copy at a time; 12 of 24 texts fit."""
     manager = CacheManager(8 * 160, host_budget=4 * 160)
-    wrong: list[Any] = []
     inside_now: list[int] = []
     real = memory._copy
 
@@ -409,27 +409,17 @@ def test_threads_take_turns() -> None:
         inside_now.append(threading.get_ident())
         time.sleep(2e-4)  # lets the others run
         out = real(*args)
-        if set(inside_now) != {threading.get_ident()}:
-            wrong.append("two threads copied at once")
+        assert set(inside_now) == {threading.get_ident()}, "two threads copied at once"
         inside_now.remove(threading.get_ident())
         return out
 
     def work(place: int) -> None:
-        try:
-            for turn in range(60):
-                value, other = place * 6 + turn % 6, place * 6 + turn * 5 % 6
-                manager.keep(place, [value] * 20, entry(20, float(value)))
-                found = manager.find(place, [other] * 20)
-                if found is not None and set(found[0][0].flatten().tolist()) != {float(other)}:
-                    wrong.append(found)
-        except Exception as error:
-            wrong.append(error)
+        for turn in range(60):
+            value, other = place * 6 + turn % 6, place * 6 + turn * 5 % 6
+            manager.keep(place, [value] * 20, entry(20, float(value)))
+            found = manager.find(place, [other] * 20)
+            assert found is None or set(found[0][0].flatten().tolist()) == {float(other)}
 
     with mock.patch.object(memory, "_copy", slowly):
-        threads = [threading.Thread(target=work, args=(place,)) for place in range(4)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
-    assert not wrong
+        in_threads(work, 4)
     assert manager.held(moved=False) <= manager.budget and manager.held(moved=True) <= manager.host_budget

@@ -9,16 +9,12 @@ from typing import Any
 import pytest
 import torch
 from helpers.clients import HEAD, MARKS, QUESTIONS, asked, chats
+from helpers.devices import ON_CUDA
 from helpers.lm_eval import answered, evaluated, task
 
 import fastspec
 
-pytestmark = [
-    *MARKS,
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.usefixtures("one_process"),
-]
+pytestmark = [*MARKS, *ON_CUDA, pytest.mark.usefixtures("one_process")]
 SUBJECTS = "rivers", "numbers", "birds", "trains", "glass", "bread", "tides", "maps"
 ROWS = [{"q": f"Write {count} short lines about {subject}.", "label": 0} for subject in SUBJECTS for count in (2, 3, 5)]
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from helpers.clients import MARKS
 from helpers.serve import NAME, openai
-from helpers.training import small_target, small_tokenizer
+from helpers.training import save_with_tokenizer, small_target, small_tokenizer
 
 pytestmark = MARKS
 ray = pytest.importorskip("ray")
@@ -27,8 +27,7 @@ ROOT = Path(__file__).parents[2]
 def replicas(tmp_path_factory) -> Any:
     """The address of two replicas."""
     folder = tmp_path_factory.mktemp("small")
-    for part in (small_target(peak=0.15), small_tokenizer()):
-        part.save_pretrained(folder)
+    save_with_tokenizer(small_target(peak=0.15), folder)
     spec = importlib.util.spec_from_file_location("ray_serve_example", ROOT / "examples" / "ray_serve.py")
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)

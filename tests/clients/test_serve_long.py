@@ -16,8 +16,8 @@ import pytest
 import torch
 from helpers.clients import MARKS
 from helpers.models import tiny_head
-from helpers.serve import NAME, SECONDS, alone, ask_all, hold_as_alone, openai, requests, served, talk
-from helpers.training import small_target, small_tokenizer
+from helpers.serve import NAME, SECONDS, Asked, alone, ask_all, hold_as_alone, openai, requests, served, talk
+from helpers.training import save_with_tokenizer, small_target
 
 import fastspec
 
@@ -51,7 +51,7 @@ def test_two_hundred_requests_sixteen_in_flight_and_memory_stays(pair):
     asked = requests(200, 1)
     with served(model) as server:
         for few in (1, 2):  # rounds of one row and of two are made
-            ask_all(server, [("w5 w6", 60, False, False, None)] * 4, few)
+            ask_all(server, [Asked("w5 w6", 60)] * 4, few)
         got = ask_all(server, asked)
         hold_as_alone(plain, asked, got)
         assert (
@@ -70,8 +70,7 @@ def test_two_hundred_requests_sixteen_in_flight_and_memory_stays(pair):
 @pytest.fixture(scope="module")
 def small_folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("small")
-    for part in (small_target(peak=0.15), small_tokenizer()):
-        part.save_pretrained(path)
+    save_with_tokenizer(small_target(peak=0.15), path)
     return path
 
 

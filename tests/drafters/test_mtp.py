@@ -19,6 +19,7 @@ import gguf
 import pytest
 import torch
 from helpers.captured import Stand, stand_in
+from helpers.devices import ON_CUDA
 from helpers.generate import prompts
 from helpers.heads import as_eagle3, make_head, write
 from helpers.models import tiny_model
@@ -146,7 +147,7 @@ def test_no_token_changes(both: tuple[Any, MtpModel], given: dict[str, Any]) -> 
         "cpu",
         pytest.param(
             "cuda",
-            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
+            marks=ON_CUDA,
         ),
     ],
 )

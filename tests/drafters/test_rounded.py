@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.devices import ON_CUDA
 from helpers.gemma4 import assistant_for, gemma4
 from helpers.generate import EAGLE1, TREE, answer, kept, prompts, seer, seer1, shallow_model
 from helpers.heads import as_eagle3, write
@@ -115,7 +116,7 @@ def test_drafts_are_those_of_the_weights_that_the_codes_stand_for(over: dict[str
         pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled on CUDA")),
         pytest.param(
             "cuda",
-            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
+            marks=ON_CUDA,
         ),
     ],
 )

@@ -12,8 +12,10 @@ from weakref import WeakSet
 
 import pytest
 import torch
+from helpers.devices import CUDA
 from helpers.generate import MAKERS, TREE, prompts
 from helpers.models import tiny_model
+from helpers.threads import in_threads
 
 import fastspec
 from fastspec.generation import capture
@@ -21,9 +23,6 @@ from fastspec.patches.backends import TORCH
 from fastspec.patches.session import session_of
 
 NAP = 0.02
-CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-)
 
 
 class Graph:
@@ -104,17 +103,13 @@ def test_one_capture_runs_at_a_time_without_a_garbage_collection(monkeypatch) ->
         yield
         inside.pop()
 
-    def capture_one() -> None:
+    def capture_one(_: int) -> None:
         with capture.recorded(Graph()):  # type: ignore[arg-type]
             assert not gc.isenabled()
 
     monkeypatch.setattr(torch.cuda, "graph", counted)
     monkeypatch.setattr(capture, "_stream", lambda: None)
-    threads = [threading.Thread(target=capture_one) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(capture_one, 4)
     assert most == [1] * 4 and gc.isenabled()
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from helpers.captured import stand_in
 from helpers.cascade import cascaded, stages
-from helpers.devices import ON_CUDA, prompts
+from helpers.devices import ON_CUDA
 from helpers.fallback import soon_out
-from helpers.generate import MAKERS, TREE, Recorder, free, stats, unpatched
+from helpers.generate import MAKERS, TREE, Recorder, free, prompts_on, stats, unpatched
 from helpers.models import tiny_head
 from helpers.seq2seq import sources, tiny_seq2seq
 
@@ -58,7 +58,7 @@ def made(kind: str, device: str) -> tuple[Any, Any]:
 @cache
 def said_of(kind: str, seed: int, device: str) -> tuple[dict[str, torch.Tensor], dict[str, Any], list[list[int]]]:
     """Prompts, the options of a call that ends some answers early, and what the unpatched model says in one batch."""
-    plain, inputs = MAKERS[kind][0]().to(device), prompts(device, *COUNTS, seed=seed)
+    plain, inputs = MAKERS[kind][0]().to(device), prompts_on(device, *COUNTS, seed=seed)
     options = {"do_sample": False, "max_new_tokens": 16, "eos_token_id": ends_of(plain, inputs), "pad_token_id": 0}
     return inputs, options, plain.generate(**inputs, **options).tolist()
 
@@ -96,7 +96,7 @@ def test_rows_are_seldom_idle(device):
     """A batch of all prompts goes on until the longest answer ends, with ever fewer rows; here others begin in their
     places."""
     plain, model = made("random", device)
-    inputs = prompts(device, *range(3, 27))
+    inputs = prompts_on(device, *range(3, 27))
     emitted = free(plain, inputs, 24)
     options = {
         **inputs,
@@ -122,7 +122,7 @@ def test_rows_are_seldom_idle(device):
 def test_what_else_a_call_asks_for_is_that_of_its_prompt(device, assistant, options):
     """Processors look at the prompt's own text, and scores and logits are its own."""
     plain, model = made("random", device)
-    inputs = prompts(device, *COUNTS)
+    inputs = prompts_on(device, *COUNTS)
     given = {
         **inputs,
         "max_new_tokens": 16,
@@ -170,7 +170,7 @@ def test_a_criterion_ends_an_answer_where_there_are_no_end_tokens(monkeypatch, a
     """Each by itself: it is filled up, and its row given away. The criterion counts as one of the known, that keep
     nothing."""
     plain, model = made("random", "cpu")
-    inputs = prompts("cpu", *COUNTS)
+    inputs = prompts_on("cpu", *COUNTS)
     width = inputs["input_ids"].shape[1]
     given = {**inputs, "max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **options}
     free = plain.generate(**given)
@@ -189,7 +189,7 @@ def test_a_criterion_ends_an_answer_where_there_are_no_end_tokens(monkeypatch, a
 
 def test_a_streamer_gets_the_columns_of_all_prompts():
     plain, model = made("bigram", "cpu")
-    inputs, told = prompts("cpu", *COUNTS), Recorder()
+    inputs, told = prompts_on("cpu", *COUNTS), Recorder()
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": ends_of(plain, inputs), "pad_token_id": 0}
     out = model.generate(**inputs, **options, streamer=told, assistant=ContinuousBatch(TREE, rows=2))
     columns = out[:, inputs["input_ids"].shape[1] :].T.tolist()
@@ -213,7 +213,7 @@ def test_a_drafter_that_sits_rounds_out_is_told_before_a_prompt_begins(monkeypat
 
     monkeypatch.setattr(Engine, "admit", admitting)
     for seed in range(6):
-        inputs = prompts("cpu", *COUNTS, seed=seed)
+        inputs = prompts_on("cpu", *COUNTS, seed=seed)
         options = {"do_sample": False, "max_new_tokens": 48, "eos_token_id": ends_of(plain, inputs), "pad_token_id": 0}
         want = plain.generate(**inputs, **options)
         assert model.generate(**inputs, **options, assistant=ContinuousBatch("nasd", rows=3)).tolist() == want.tolist()
@@ -227,11 +227,11 @@ def test_buffers_grow_for_a_longer_prompt(monkeypatch):
     longest: list[int] = []
     step = Engine.step
     monkeypatch.setattr(Engine, "step", lambda self, length, *rest: longest.append(length) or step(self, length, *rest))
-    inputs = prompts("cpu", 3, 4, 60, 5, 40, 2, 3, seed=3)
+    inputs = prompts_on("cpu", 3, 4, 60, 5, 40, 2, 3, seed=3)
     options = {
         "do_sample": False,
         "max_new_tokens": 24,
-        "eos_token_id": ends_of(plain, prompts("cpu", *COUNTS)),
+        "eos_token_id": ends_of(plain, prompts_on("cpu", *COUNTS)),
         "pad_token_id": 0,
     }
     want = plain.generate(**inputs, **options)
@@ -242,7 +242,7 @@ def test_buffers_grow_for_a_longer_prompt(monkeypatch):
 def test_as_many_rows_as_prompts_are_an_ordinary_batch():
     _, model = made("random", "cpu")
     out = model.generate(
-        **prompts("cpu", 4, 5),
+        **prompts_on("cpu", 4, 5),
         max_new_tokens=4,
         assistant=ContinuousBatch("autoregressive", rows=2),
         return_dict_in_generate=True,
@@ -254,7 +254,7 @@ def test_as_many_rows_as_prompts_are_an_ordinary_batch():
 def test_what_cannot_begin_in_a_running_batch_is_refused(count):
     """Whether a call has more prompts than rows or not."""
     _, model = made("random", "cpu")
-    inputs = prompts("cpu", 4, 5, 3)
+    inputs = prompts_on("cpu", 4, 5, 3)
     inputs = {name: tensor[:count] for name, tensor in inputs.items()}
 
     def refused(words: str, assistant: Any, **options: Any) -> None:
@@ -281,17 +281,17 @@ def test_a_refused_call_keeps_what_was_captured(monkeypatch):
     stand_in(monkeypatch)
     _, model = made("random", "cpu")
     early = fastspec.Speculative(early_exit=1)
-    model.generate(**prompts("cpu", 4, 5), max_new_tokens=6, assistant=early)
+    model.generate(**prompts_on("cpu", 4, 5), max_new_tokens=6, assistant=early)
     held = dict(session_of(model).engines.held)
     with pytest.raises(Unsupported):
-        model.generate(**prompts("cpu", 4, 5, 3), max_new_tokens=6, assistant=ContinuousBatch(THEIRS, rows=2))
+        model.generate(**prompts_on("cpu", 4, 5, 3), max_new_tokens=6, assistant=ContinuousBatch(THEIRS, rows=2))
     assert dict(session_of(model).engines.held) == held and held
 
 
 def test_cascades_and_encoder_decoder_models_are_refused():
     model = cascaded(stages(2))
     with pytest.raises(Unsupported, match="'cascade' cannot take a new prompt"):
-        model.generate(**prompts("cpu", 4, 5, 3), max_new_tokens=4, assistant=ContinuousBatch("cascade", rows=2))
+        model.generate(**prompts_on("cpu", 4, 5, 3), max_new_tokens=4, assistant=ContinuousBatch("cascade", rows=2))
     with pytest.raises(Unsupported, match="takes turns"):
         fastspec.Stage(model, assistant=ContinuousBatch("nasd"))
     reader = fastspec.patch(tiny_seq2seq("t5"))
@@ -325,7 +325,7 @@ def test_a_third_partys_drafters_are_objects_of_their_own():
             self.root = verdict.bonus.clone()
 
     plain, model = made("random", "cpu")
-    inputs = prompts("cpu", *COUNTS)
+    inputs = prompts_on("cpu", *COUNTS)
     options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": ends_of(plain, inputs), "pad_token_id": 0}
     own = Said(False)
     got = model.generate(**inputs, **options, assistant=ContinuousBatch(own, rows=3))

@@ -12,6 +12,8 @@ from helpers.models import tiny_model
 
 pytest.importorskip("triton")
 
+from helpers.devices import ON_CUDA
+
 import fastspec
 from fastspec.devices import MEASURED
 from fastspec.errors import Unsupported
@@ -21,7 +23,7 @@ from fastspec.kernels.attention.hopper import LONG
 from fastspec.kernels.linear.launches import MAX_ROWS
 from fastspec.patches.hf.exact import WIDE
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = ON_CUDA
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 PROMPT, LIMIT = 37, 90
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from helpers.captured import stand_in
-from helpers.devices import ON_CUDA, prompts
+from helpers.devices import ON_CUDA
 from helpers.fallback import soon_out
-from helpers.generate import MAKERS, answer, bigram, same, stats, unpatched
+from helpers.generate import MAKERS, answer, bigram, prompts_on, same, stats, unpatched
 from helpers.models import tiny_model
 from helpers.tokenizers import DRAFT, TARGET
 
@@ -83,7 +83,7 @@ def test_the_tokens_are_the_targets_wherever_rows_end(ahead, kind):
     pair = drafting(kind, ahead["device"])
     plain, model = pair
     for seed in range(3):
-        inputs = prompts(ahead["device"], 9, 5, 7, seed=seed)
+        inputs = prompts_on(ahead["device"], 9, 5, 7, seed=seed)
         options: dict[str, Any] = {"max_new_tokens": 40 + seed, "pad_token_id": 0, "eos_token_id": None}
         if seed:
             free = answer(plain, inputs, do_sample=False, max_new_tokens=20, eos_token_id=None)
@@ -104,7 +104,7 @@ def test_the_tokens_are_the_targets_wherever_rows_end(ahead, kind):
 def test_what_else_a_call_asks_for_is_that_of_its_rounds(ahead, kind, options):
     """Processors that look at the history decide in these rounds too, and scores and logits are theirs."""
     plain, model = drafting(kind, ahead["device"])
-    given = {**prompts(ahead["device"], 9, 5), "do_sample": False, "max_new_tokens": 30, "eos_token_id": None}
+    given = {**prompts_on(ahead["device"], 9, 5), "do_sample": False, "max_new_tokens": 30, "eos_token_id": None}
     given |= {"return_dict_in_generate": True, **options}
     want = plain.generate(**given)
     for _ in range(2):
@@ -125,7 +125,7 @@ def test_a_seed_gives_the_same_tokens_whether_rounds_are_asynchronous_or_not(ahe
         monkeypatch.setattr(batching, "ASYNCHRONOUS_AFTER", after)
         torch.manual_seed(3)
         options = {"do_sample": True, "temperature": 0.3, "max_new_tokens": 40, "eos_token_id": None}
-        emitted.append(model.generate(**prompts(ahead["device"], 6, 4), **options, assistant=config(kind)).tolist())
+        emitted.append(model.generate(**prompts_on(ahead["device"], 6, 4), **options, assistant=config(kind)).tolist())
     assert emitted[0] == emitted[1] == emitted[2] and ahead["fallback"] > 20
 
 
@@ -145,7 +145,11 @@ def test_drafts_behind_them_go_on_from_the_whole_text(ahead):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fastspec.generation.drafters.retokenized.RetokenizingDrafter, "pause", now_and_then)
         same(
-            (plain, model), Speculative(gamma=3), prompts(ahead["device"], 4, 6), max_new_tokens=60, eos_token_id=NEVER
+            (plain, model),
+            Speculative(gamma=3),
+            prompts_on(ahead["device"], 4, 6),
+            max_new_tokens=60,
+            eos_token_id=NEVER,
         )
     last = stats(model)
     assert ahead["fallback"] > 12 and last.draft_rounds < last.row_rounds
@@ -158,7 +162,7 @@ def test_a_profile_has_every_round(ahead):
     model = drafting("draft model", ahead["device"])[1]
     with fastspec.profile(model) as profile:
         model.generate(
-            **prompts(ahead["device"], 5),
+            **prompts_on(ahead["device"], 5),
             do_sample=False,
             max_new_tokens=30,
             eos_token_id=None,
@@ -170,7 +174,7 @@ def test_a_profile_has_every_round(ahead):
 def test_a_pause_is_cut_short_by_the_end_of_the_call_and_not_remembered(ahead):
     pair = drafting("draft model", ahead["device"])
     for limit in (*range(2, 12), 13, 16, 19, 22, 23):
-        same(pair, Speculative(most=2), prompts(ahead["device"], 6, 4), max_new_tokens=limit, eos_token_id=None)
+        same(pair, Speculative(most=2), prompts_on(ahead["device"], 6, 4), max_new_tokens=limit, eos_token_id=None)
     assert ahead["fallback"] > 20
 
 
@@ -181,7 +185,7 @@ def test_a_storage_counts_what_was_emitted_all_the_same(ahead, kind, monkeypatch
     make = {"ngram": lambda: fastspec.NgramStorage(3), "suffix": fastspec.SuffixStorage}[kind]
     plain, model = drafting("nasd", ahead["device"])
     for seed in range(3):
-        inputs = prompts(ahead["device"], 9, 5, 7, seed=seed)
+        inputs = prompts_on(ahead["device"], 9, 5, 7, seed=seed)
         free = plain.generate(**inputs, do_sample=False, max_new_tokens=20, eos_token_id=None)
         options = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
         options["eos_token_id"] = [int(free[0, 9 + 11]), int(free[1, 9 + 17])]
@@ -207,7 +211,7 @@ def test_a_storage_that_knows_the_answer_is_asked_on(ahead):
         same(
             (plain, model),
             fastspec.Nasd(storage=storage),
-            prompts(ahead["device"], 9),
+            prompts_on(ahead["device"], 9),
             max_new_tokens=60,
             eos_token_id=NEVER,
         )

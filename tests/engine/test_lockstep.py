@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.captured import stand_in
-from helpers.devices import ON_CUDA, prompts
-from helpers.generate import LENGTH, MAKERS, NEVER, SHALLOW, TREE, Oracle, free, kept, stats
+from helpers.devices import ON_CUDA
+from helpers.generate import LENGTH, MAKERS, NEVER, SHALLOW, TREE, Oracle, free, kept, prompts_on, stats
 from helpers.models import tiny_head, tiny_model
 from helpers.seq2seq import sources, tiny_seq2seq
 from torch import Tensor
@@ -153,7 +153,7 @@ def stopping(plain: Any, inputs: dict[str, Tensor]) -> list[int]:
 @pytest.mark.parametrize(("lengths", "assistant"), MATRIX)
 def test_every_call_is_one_of_plain_decoding(both, plainly, place, lengths, assistant):
     """With end tokens, after which rows are padded, and without any, where rows go on until all have ended."""
-    model, inputs = both[1], prompts(place, *lengths)
+    model, inputs = both[1], prompts_on(place, *lengths)
     _, seen = plainly(inputs, [NEVER], eos_token_id=NEVER)
     generated = torch.tensor(seen[-1][1])[:, max(lengths) :].tolist()
     stops = [row[1 + 3 * index] for index, row in enumerate(generated)]
@@ -172,7 +172,7 @@ def test_scores_seeds_and_return_sequences(both, plainly, place, assistant):
     """Samples are plain decoding's own under a seed; scores are all of plain decoding's, those of ended rows
     included."""
     plain, model = both
-    inputs, stops = prompts(place, 6, 3), stopping(plain, prompts(place, 6, 3))
+    inputs, stops = prompts_on(place, 6, 3), stopping(plain, prompts_on(place, 6, 3))
     options: dict[str, Any] = {
         "num_return_sequences": 2,
         "do_sample": True,
@@ -206,7 +206,7 @@ class Draws(LogitsProcessor):
 def test_a_forced_text_is_whole_in_every_returned_sequence():
     model, text = fastspec.patch(tiny_model()), list(range(10, 22))
     out = model.generate(
-        **prompts("cpu", 5),
+        **prompts_on("cpu", 5),
         do_sample=True,
         num_return_sequences=2,
         max_new_tokens=12,
@@ -220,7 +220,7 @@ def test_a_forced_text_is_whole_in_every_returned_sequence():
 def test_right_drafts_are_kept_by_all_rows_together():
     """Rows whose drafts are right take whole trees a round, also beside a row that has ended."""
     plain, model = tiny_model(seed=2), fastspec.patch(tiny_model(seed=2))
-    inputs = prompts("cpu", 6, 3, 5)
+    inputs = prompts_on("cpu", 6, 3, 5)
     texts = free(plain, inputs, 60)
     log: Log = []
     options = {"max_new_tokens": 40, "eos_token_id": [texts[1][3]], "do_sample": False, "pad_token_id": 0}
@@ -235,7 +235,7 @@ def test_right_drafts_are_kept_by_all_rows_together():
 
 def test_one_wrong_row_holds_the_others_back():
     plain, model = tiny_model(), fastspec.patch(tiny_model())
-    inputs = prompts("cpu", 6, 3)
+    inputs = prompts_on("cpu", 6, 3)
     texts = free(plain, inputs, 40)
     options = {
         "max_new_tokens": 10,
@@ -252,7 +252,7 @@ def test_the_next_turn_finds_the_padding_of_rows_that_ended():
     """A cache handed in holds real keys behind an early end, as plain decoding's does, with processors of known types
     and without."""
     plain, model = tiny_model(), fastspec.patch(tiny_model(), eagle3=tiny_head(tiny_model()))
-    inputs = prompts("cpu", 6, 4, 5)
+    inputs = prompts_on("cpu", 6, 4, 5)
     ends = [free(plain, inputs)[0][2], free(plain, inputs)[2][7]]
     options = {
         "max_new_tokens": 12,
@@ -287,7 +287,7 @@ def test_watermarks_of_transformers(kind):
     texts = []
     for each, more in ((plain, {}), (model, {"assistant": "nasd"})):
         torch.manual_seed(1)
-        texts.append(each.generate(**prompts("cpu", 6, 3, 5), **options, **more).tolist())
+        texts.append(each.generate(**prompts_on("cpu", 6, 3, 5), **options, **more).tolist())
     assert texts[0] == texts[1]
 
 
@@ -305,7 +305,7 @@ def test_encoder_decoder_models():
 
 def test_continuous_batches_are_refused_where_prompts_wait():
     model = fastspec.patch(tiny_model())
-    inputs = prompts("cpu", 6, 3, 5)
+    inputs = prompts_on("cpu", 6, 3, 5)
     options = {"max_new_tokens": 4, "stopping_criteria": [Held([], [NEVER])]}
     with pytest.raises(Unsupported, match="decodes 2 of 3 prompts at a time, and Held may keep a state"):
         model.generate(**inputs, **options, assistant=ContinuousBatch("nasd", rows=2))
@@ -329,7 +329,7 @@ def test_processors_are_shown_scores_that_lie_row_by_row():
     with fastspec.patched(model, eagle3=tiny_head(model)):
         for assistant in ("autoregressive", TREE):
             model.generate(
-                **prompts("cpu", 4, 7),
+                **prompts_on("cpu", 4, 7),
                 assistant=assistant,
                 max_new_tokens=5,
                 do_sample=False,
@@ -346,7 +346,7 @@ def test_a_mixture_of_two_models_distributions_is_stopped_step_by_step(lengths):
     stage = fastspec.Stage(tiny_model(seed=2, num_hidden_layers=2), name="small")
     fastspec.patch(model, cascade=fastspec.Cascade(stages=[stage], mode="token", rule="chow", alpha=0.3, gamma=3))
     options = {
-        **prompts("cpu", *lengths),
+        **prompts_on("cpu", *lengths),
         "max_new_tokens": 12,
         "do_sample": False,
         "eos_token_id": NEVER,
@@ -375,6 +375,6 @@ def test_what_is_written_into_the_tokens_stands(who, assistant):
     name = "logits_processor" if who == "processor" else "stopping_criteria"
     for lengths in ((6,), (5, 3)):
         options = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": NEVER, name: [writes]}
-        want = tiny_model().generate(**prompts("cpu", *lengths), **options)
-        assert model.generate(**prompts("cpu", *lengths), **options, assistant=assistant).tolist() == want.tolist()
+        want = tiny_model().generate(**prompts_on("cpu", *lengths), **options)
+        assert model.generate(**prompts_on("cpu", *lengths), **options, assistant=assistant).tolist() == want.tolist()
         assert (want[:, 6:] == 9).any()

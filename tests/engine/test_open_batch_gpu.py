@@ -4,22 +4,21 @@ alone."""
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from helpers.devices import ON_CUDA
 from helpers.generate import MAKERS, NEVER, TREE
 from helpers.open import GREEDY, texts, told
+from helpers.threads import in_threads
 from helpers.training import small_target, small_tokenizer
 
 import fastspec
 from fastspec.generation.engine.engine import Engine
 from fastspec.programs.bulk import Done, answer_file, encode, settings_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = ON_CUDA
 DEVICE = "cuda"
 SECONDS = 120
 COUNTS = (9, 3, 14, 5, 7, 40, 11, 6)
@@ -38,25 +37,6 @@ def settings(at: int) -> dict[str, Any]:
         at % 4
     ]
     return {**GREEDY, "pad_token_id": 0, "max_new_tokens": 12 + 3 * at, **more}
-
-
-def in_threads(ask: Callable[[int], None], count: int) -> None:
-    """ask(0), ask(1), ... at the same time; what one raises is raised."""
-    raised: list[BaseException] = []
-
-    def run(which: int) -> None:
-        try:
-            ask(which)
-        except BaseException as error:
-            raised.append(error)
-
-    threads = [threading.Thread(target=run, args=(which,)) for which in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SECONDS)
-    if raised:
-        raise raised[0]
 
 
 @pytest.mark.parametrize("assistant", [TREE, "nasd"], ids=["eagle3", "nasd"])

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from helpers.captured import stand_in
+from helpers.devices import ON_CUDA
 from helpers.open import GREEDY, made, texts, told
 
 import fastspec
 
-CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 TREE = fastspec.Eagle3(depth=1, top_k=2, total_tokens=4)
 SMALL_CHANGE = 2**12
 """Bytes of tensors: what the prompts that rows held last have. The ids alone of two hundred take three times as
@@ -35,8 +35,8 @@ def kept(device: str) -> tuple[int, int]:
     [
         ("autoregressive", "cpu", False),
         (TREE, "cpu", True),
-        pytest.param("autoregressive", "cuda", True, marks=CUDA),
-        pytest.param(TREE, "cuda", True, marks=CUDA),
+        pytest.param("autoregressive", "cuda", True, marks=ON_CUDA),
+        pytest.param(TREE, "cuda", True, marks=ON_CUDA),
     ],
     ids=["plain", "captured", "plain on cuda", "eagle3 on cuda"],
 )

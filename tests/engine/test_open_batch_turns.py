@@ -13,6 +13,7 @@ import torch
 from helpers.generate import TREE
 from helpers.open import GREEDY, SECONDS, Gate, alone, made, texts, told
 from helpers.seq2seq import tiny_seq2seq
+from helpers.threads import in_threads
 from helpers.training import small_tokenizer
 from torch import Tensor
 from transformers import TextIteratorStreamer
@@ -218,11 +219,7 @@ def test_many_threads_and_generate_beside_them():
                     generated = batch.submit(ids[at], max_new_tokens=10, **GREEDY).result(SECONDS)
                 got[which, at] = generated[0].tolist()
 
-        threads = [threading.Thread(target=ask, args=(which,)) for which in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(SECONDS)
+        in_threads(ask, 4)
     assert got == {(which, at): generated for which in range(4) for at, generated in enumerate(want)}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.captured import stand_in
+from helpers.devices import INTERPRETED
 from helpers.families import recurrent, windowed
 from helpers.generate import NEVER, TREE, shallow_model
 from helpers.kernels import add_in_order
@@ -191,7 +192,7 @@ def test_drawn_answers_are_those_of_a_cold_start(assistant):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a CUDA device")
+@INTERPRETED
 def test_an_exact_model_goes_on_by_the_bits_of_a_cold_start(monkeypatch):
     """In Triton's interpreter, whose products are made to add up in order: tokens and their log-probabilities."""
     add_in_order(monkeypatch)

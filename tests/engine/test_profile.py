@@ -6,15 +6,11 @@ import json
 from itertools import pairwise
 
 import pytest
-import torch
+from helpers.devices import CUDA
 from helpers.generate import MAKERS, TREE, prompts
 
 import fastspec
 from fastspec.errors import Unsupported
-
-CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-)
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])

@@ -4,12 +4,13 @@ others."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from helpers.trees import drawn_tree
+from helpers.trees import VOCAB, scored_tree
 from torch import Tensor
 
 from fastspec.generation.drafters.base import Place
@@ -22,7 +23,7 @@ from fastspec.generation.verify import walk
 from fastspec.kernels.verification.reference import SamplingSettings, pick, uniform_at
 from fastspec.patches.backends import TORCH
 
-CPU, VOCAB = torch.device("cpu"), 3  # that of `drawn_tree`
+CPU = torch.device("cpu")
 ROWS, NODES = 40, 6
 ELSEWHERE = torch.device("meta")  # as the default device: a tensor that is made without one cannot meet the others
 LENGTHS = torch.arange(ROWS) + 5
@@ -64,12 +65,7 @@ def held(*prompts: Asked | None) -> tuple[OwnRules, OpenBatch]:
     return OwnRules(batch, target, TORCH), batch
 
 
-def scored(half: bool = False) -> Scored:
-    """A tree of many rows, so that no two rules walk all of them alike, and logits that differ by token and by node."""
-    generator = torch.Generator().manual_seed(1)
-    tree = drawn_tree(ROWS, NODES, generator)
-    logits = torch.randn(ROWS, NODES, VOCAB, generator=generator)
-    return Scored(tree, logits.half() if half else logits, logits[..., :0])
+scored = partial(scored_tree, ROWS, NODES)
 
 
 def shifted(scores: Tensor) -> Tensor:

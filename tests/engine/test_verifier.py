@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from helpers.trees import drawn_tree
+from helpers.trees import VOCAB, drawn_tree, scored_tree
 from torch import Tensor
 
 from fastspec import Unsupported
@@ -32,22 +33,13 @@ from fastspec.generation.verify import walk, walk_drawn
 from fastspec.kernels.verification.reference import SamplingSettings, pick, uniform_at
 from fastspec.patches.backends import TORCH
 
-VOCAB = 3  # that of `drawn_tree`
 ROWS, NODES = 40, 6
 ELSEWHERE = torch.device("meta")  # as the default device: a tensor that is made without one cannot meet the others
 MASKS = Masks(torch.device("cpu"))
 TEXT = (torch.tensor([[5, 6]]), torch.tensor([2]))
 
 
-def scored(q: bool = False, half: bool = False) -> Scored:
-    """A tree of many rows, so that no two rules walk all of them alike, and logits that differ by token and by node."""
-    generator = torch.Generator().manual_seed(1)
-    tree = drawn_tree(ROWS, NODES, generator)
-    if q:
-        odds = torch.rand(ROWS, NODES, VOCAB, generator=generator).softmax(-1)
-        tree = TokenTree(tree.tokens, tree.parents, tree.depths, tree.ancestors, tree.max_path, odds)
-    logits = torch.randn(ROWS, NODES, VOCAB, generator=generator)
-    return Scored(tree, logits.half() if half else logits, logits[..., :0])
+scored = partial(scored_tree, ROWS, NODES)
 
 
 def shifted(scores: Tensor) -> Tensor:

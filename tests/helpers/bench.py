@@ -1,13 +1,18 @@
-"""A bench that measures no device."""
+"""The scripts in benchmarks/ as modules."""
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
+from typing import Any
+
 import pytest
-import torch
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch) -> None:
-    """Runs on the CPU, wherever the tests run; the bandwidth needs no half gigabyte here."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("fastspec.programs.compare.read_bandwidth", lambda device: 1e9)
+def benchmark(name: str) -> Any:
+    """One of them, whose folder is on the path only while it is imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        return importlib.import_module(name)

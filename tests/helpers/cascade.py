@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,6 +52,19 @@ def cascaded(models: list[Any], **options: Any) -> Any:
 def scored(quality: tuple[float, ...], tokens: tuple[float, ...]) -> Scores:
     """Scores of a request that lies where these numbers say."""
     return Scores(quality, (*map(logit, quality), *(math.log(max(each, 1.0)) for each in tokens)))
+
+
+def with_saved_stage(large: Any, folder: Path, tokenizer: Any, **options: Any) -> Any:
+    """A model, patched with a smaller one that is saved in a folder and loaded as the options say; its weights come in
+    whole blocks."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "vocab_size": len(tokenizer)}
+    tiny_model(seed=1, num_hidden_layers=2, **sizes).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    stage = fastspec.Stage(str(folder), name="medium", **options)
+    settings: dict[str, Any] = {"predictor": trained(NAMED[1:]), "costs": [1.0, 2.0], "price": 0.0}
+    return fastspec.patch(
+        large, cascade=fastspec.Cascade(stages=[stage], label="large", tokenizer=tokenizer, **settings)
+    )
 
 
 @dataclass

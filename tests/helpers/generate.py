@@ -4,6 +4,7 @@ unpatched model."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,6 +15,7 @@ from transformers import LogitsProcessor
 
 import fastspec
 from fastspec.generation.tree import TokenTree, Verdict
+from fastspec.patches.hf.cache import CACHE, kept_cache
 from helpers.models import tiny_head, tiny_model
 
 LENGTH = 12
@@ -93,6 +95,10 @@ def prompts(*lengths: int, seed: int = 0) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
+def prompts_on(device: str, *lengths: int, seed: int = 0) -> dict[str, Tensor]:
+    return {name: each.to(device) for name, each in prompts(*lengths, seed=seed).items()}
+
+
 ANSWERS: WeakKeyDictionary[Any, dict[str, Tensor]] = WeakKeyDictionary()
 SHARED: dict[str, dict[str, Tensor]] = {}
 
@@ -144,6 +150,27 @@ def same(pair: tuple[Any, Any], assistant: Any, inputs: dict[str, Tensor], **opt
     got = patched.generate(**inputs, **options, assistant=assistant)
     assert got.tolist() == expected.tolist()
     return expected
+
+
+def conversation(model: Any, inputs: dict[str, Tensor], turns: Sequence[dict[str, Any]]) -> Iterator[Any]:
+    """What each turn's call returns, with these options: a turn goes on from the cache that the last one left, behind
+    its text and three more tokens."""
+    past = None
+    for turn, options in enumerate(turns):
+        out = model.generate(
+            **inputs,
+            do_sample=False,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            **{CACHE: past, "max_new_tokens": 9, "eos_token_id": None, **options},
+        )
+        yield out
+        past = kept_cache(out)
+        more = torch.randint(6, 90, (len(out.sequences), 3), generator=torch.Generator().manual_seed(turn))
+        ids = torch.cat((out.sequences, more), 1)
+        mask = torch.ones_like(ids)
+        mask[:, : inputs["attention_mask"].shape[1]] = inputs["attention_mask"]
+        inputs = {"input_ids": ids, "attention_mask": mask}
 
 
 def stats(patched: Any) -> Any:

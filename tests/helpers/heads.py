@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -233,6 +234,13 @@ def write(folder: Path, config: dict, state: dict[str, Tensor], form: str = "saf
     weight_map = {key: name for name, part in parts.items() for key in part}
     (folder / f"{stem}.{end}.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return folder
+
+
+def save_eagle3(head: EagleHead, folder: Path, taps: Sequence[int] = (0, 2, 4)) -> None:
+    """A head in a new folder, whose config.json names the layers that it reads."""
+    config, state = as_eagle3(head, None)
+    folder.mkdir(exist_ok=True)
+    write(folder, config | {"eagle_aux_hidden_state_layer_ids": list(taps)}, state)
 
 
 def published_by_yuhuili(head, embedding):

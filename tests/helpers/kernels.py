@@ -1,8 +1,9 @@
-"""Devices, dtypes and allocations full of NaN for the tests of kernels, and the bounds of a draw."""
+"""Dtypes and allocations full of NaN for the tests of kernels, and the bounds of a draw."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -10,16 +11,27 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-HAS_CUDA = torch.cuda.is_available()
-CPU = pytest.param(
-    "cpu", marks=pytest.mark.skipif(HAS_CUDA, reason="the interpreter is off where there is a CUDA device")
-)
-CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device")])
+from helpers.devices import CPU, CUDA, HAS_CUDA
+
 EVERYWHERE = pytest.mark.parametrize("device", [CPU, CUDA])
 ON_CUDA = pytest.mark.parametrize("device", [CUDA])
 ON_CUDA_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+DTYPES = {"cpu": [torch.float32, torch.float16], "cuda": [torch.float32, torch.float16, torch.bfloat16]}
 SEEDS = st.integers(0, 2**31)
 FLOATS = st.sampled_from([torch.float32, torch.float16])
+
+
+Outputs = TypeVar("Outputs")
+
+
+def captured(run: Callable[[], Outputs]) -> tuple[torch.cuda.CUDAGraph, Outputs]:
+    """A graph of a run, and its outputs."""
+    run()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = run()
+    return graph, outs
 
 
 class poisoned:

@@ -10,9 +10,10 @@ from torch.nn import functional as F
 
 from fastspec.kernels.linear.linear import linear
 from fastspec.kernels.linear.reference import GELU_TANH, SILU, Activation
+from helpers.devices import HAS_CUDA
+from helpers.kernels import captured
 
-ON_GPU = torch.cuda.is_available()
-DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU  # the interpreter's bfloat16 is wrong
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * HAS_CUDA  # the interpreter's bfloat16 is wrong
 GATES = None, SILU, GELU_TANH
 """Of a product with a gate and an up part; None has neither."""
 
@@ -74,10 +75,7 @@ def check_chain(rows: int, launches: list[Any]) -> None:
             outs.append(linear(outs[-1], weight, None, launch=launches[i % len(launches)]))
         return outs
 
-    chain()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outs = chain()
+    graph, outs = captured(chain)
     for _ in range(20):
         x.normal_()
         graph.replay()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from helpers.generate import EAGLE1
-from helpers.heads import as_eagle, as_eagle3, write
+from helpers.heads import as_eagle, save_eagle3, write
 from helpers.models import tiny_head
 from helpers.training import small_target
 
@@ -63,11 +63,9 @@ def notebook_cells(path: Path) -> list[str]:
 def stand_in_heads(folder: Path) -> dict[str, Path]:
     """Heads for `small_target` by their format, "eagle3" and "eagle", saved."""
     target = small_target()
+    made = {name: folder / name for name in ("eagle3", "eagle")}
+    save_eagle3(tiny_head(target), made["eagle3"])
+    made["eagle"].mkdir()
     embedding = target.get_input_embeddings().weight.detach().clone()
-    config, state = as_eagle3(tiny_head(target), embedding)
-    original = as_eagle(tiny_head(target, **EAGLE1, fc_bias=True), embedding)
-    made = {"eagle3": (config | {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}, state), "eagle": original}
-    for name, parts in made.items():
-        (folder / name).mkdir()
-        write(folder / name, *parts)
-    return {name: folder / name for name in made}
+    write(made["eagle"], *as_eagle(tiny_head(target, **EAGLE1, fc_bias=True), embedding))
+    return made

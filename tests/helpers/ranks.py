@@ -106,6 +106,38 @@ def first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
+def why(call: Callable[[], Any]) -> str:
+    """What a call that is refused says."""
+    try:
+        call()
+    except fastspec.FastSpecError as error:
+        return str(error)
+    return "nothing"
+
+
+def at_call(number: int, act: Callable[[], Any], run: Callable[..., Any], calls: list[int]) -> Callable[..., Any]:
+    """`run`, before whose call of this number something else is done; `calls` grows with each."""
+
+    def counted(*given: Any) -> Any:
+        calls.append(1)
+        if len(calls) == number:
+            act()
+        return run(*given)
+
+    return counted
+
+
+def planted() -> None:
+    raise ArithmeticError("planted")
+
+
+def end_or_fail(how: str) -> None:
+    """End this process, or fail in it alone."""
+    if how == "ends":
+        os._exit(0)
+    raise MemoryError("only here")
+
+
 class Taken:
     """A streamer, which the first process alone may have."""
 

@@ -7,6 +7,7 @@ import time
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ from helpers.cascade import trained
 from helpers.generate import bigram
 from helpers.grammars import TOKENIZER
 from helpers.open import SECONDS, texts
-from helpers.ranks import Loader, first, sizes
-from helpers.ranks_open import DRAWN, GREEDY, _why, plain
+from helpers.ranks import Loader, at_call, end_or_fail, first, planted, sizes, why
+from helpers.ranks_open import DRAWN, GREEDY, plain
 
 NAMES = "small", "medium", "large"
 NOISE = 0.06, 0.02, 0.0
@@ -105,7 +106,7 @@ def served(load: Loader, kind: str) -> list[Any]:
         with fastspec.continuous(model, "cascade", rows=2, max_length=96, prefill_chunk=5) as batch:
             if not first():
                 assert held(model) == [False, True, True] and len(batch.batches) == 2
-                return [_why(lambda: batch.submit(IDS[0], **GREEDY)), list(batch.loads), str(batch.alive)]
+                return [why(lambda: batch.submit(IDS[0], **GREEDY)), list(batch.loads), str(batch.alive)]
             heard, failing = [Heard() for _ in IDS], Heard(0)
             futures = [
                 batch.submit(ids, streamer=streamer, price=price, **GREEDY)
@@ -160,18 +161,11 @@ def called(load: Loader, kind: str) -> list[Any]:
 
 def failing(load: Loader, kind: str) -> list[Any]:
     """A round of a cut stage that raises in all processes ends the prompts in its rows, and those that come go on."""
-    model, calls, step = load("large"), list[int](), Engine.step
+    model, calls = load("large"), list[int]()
     config = cascade(kind, thresholds=[1.0, 1.0])
     cut = [stage(kind, "small", over()), stage(kind, "medium", over())]
-
-    def raising(self: Any, *given: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 5:
-            raise ArithmeticError("planted")
-        return step(self, *given)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "step", raising)
+        patch.setattr(Engine, "step", at_call(5, planted, Engine.step, calls))
         with fastspec.patched(model, backend=plain(), cascade=replace(config, stages=cut)):
             failed, made = 0, []
             with fastspec.continuous(model, "cascade", rows=1, max_length=96) as batch:
@@ -212,11 +206,11 @@ def refused(load: Loader, kind: str) -> list[str]:
             with fastspec.patched(model, backend=plain(), cascade=replace(config, **more)):
                 pass
 
-        return _why(make)
+        return why(make)
 
     def asked(what: Any, **more: Any) -> str:
         with fastspec.patched(model, backend=plain(), cascade=replace(config, **more)):
-            return _why(what)
+            return why(what)
 
     def answered() -> Tensor:
         return model.generate(IDS[0][None], **GREEDY, assistant="cascade")
@@ -241,28 +235,19 @@ def refused(load: Loader, kind: str) -> list[str]:
     ]
     with fastspec.patched(model, backend=plain(), cascade=config):
         with fastspec.continuous(model, "cascade", rows=2, max_length=64):
-            told += [_why(opened), _why(answered)]
-        told += [_why(answered)]
+            told += [why(opened), why(answered)]
+        told += [why(answered)]
     return told
 
 
 def lost(load: Loader, kind: str) -> None:
     """A process that ends while a cascade decodes, fails alone in a round, or makes other tokens: what both tell."""
     how, folder = kind.split(" in ")
-    model, step, calls = load("large"), Engine.step, list[int]()
+    model = load("large")
     config = cascade(folder, thresholds=[1.0, 1.0])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(open_turns, "BEAT", 0.2)
         patch.setattr(open_ranks, "FAILED", timedelta(seconds=1))
-
-        def ending(self: Any, *given: Any) -> Any:
-            calls.append(1)
-            if len(calls) == 3:
-                if how == "ends":
-                    os._exit(0)
-                raise MemoryError("only here")
-            return step(self, *given)
-
         batch = fastspec.continuous(
             fastspec.patch(model, backend=plain(), cascade=config), "cascade", rows=1, max_length=64
         )
@@ -270,14 +255,14 @@ def lost(load: Loader, kind: str) -> None:
             if how == "parts":
                 batch.batches[0].model.generation_config.repetition_penalty = 5.0
             else:
-                patch.setattr(Engine, "step", ending)
-            torch.save([_why(batch.close)], f"{folder}/told1.pt")
+                patch.setattr(Engine, "step", at_call(3, partial(end_or_fail, how), Engine.step, []))
+            torch.save([why(batch.close)], f"{folder}/told1.pt")
             os._exit(0)
         began = time.perf_counter()
-        told: list[Any] = [_why(lambda: batch.submit(IDS[0], **{**GREEDY, "max_new_tokens": 50}).result(SECONDS))]
+        told: list[Any] = [why(lambda: batch.submit(IDS[0], **{**GREEDY, "max_new_tokens": 50}).result(SECONDS))]
         for each in batch.batches[1:]:
             each._thread.join(SECONDS)
-        told += [_why(lambda: batch.submit(IDS[0], **GREEDY).result(SECONDS)), str(batch.alive)]
+        told += [why(lambda: batch.submit(IDS[0], **GREEDY).result(SECONDS)), str(batch.alive)]
         batch.close()
     torch.save([*told, time.perf_counter() - began], f"{folder}/told0.pt")
     os._exit(0)

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from datetime import timedelta
+from functools import partial
 from itertools import count as count_from
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +35,8 @@ from helpers.cascade import trained
 from helpers.generate import NEVER, bigram, seer
 from helpers.grammars import END, SCHEMA, TOKENIZER
 from helpers.open import SECONDS, texts
-from helpers.ranks import Loader, first, given, here, sizes
+from helpers.ranks import Loader, at_call, end_or_fail, first, given, here, planted, sizes, why
+from helpers.threads import in_threads
 
 GREEDY = {"do_sample": False, "eos_token_id": NEVER, "max_new_tokens": 12}
 DRAWN = {"do_sample": True, "eos_token_id": NEVER, "max_new_tokens": 12, "temperature": 0.8}
@@ -169,13 +171,7 @@ def followed(load: Loader, kind: str) -> list[Any]:
     processes itself, and raises in one round."""
     del kind
     model, draft = load("bigram"), load("bigram")
-    propose, calls = ChainDrafter.propose, []
-
-    def raising(self: Any, extent: int) -> Any:
-        calls.append(1)
-        if len(calls) == 20:
-            raise ArithmeticError("planted")
-        return propose(self, extent)
+    calls: list[int] = []
 
     def asked(batch: Any) -> list[Any]:
         found = talked(batch)
@@ -190,7 +186,7 @@ def followed(load: Loader, kind: str) -> list[Any]:
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*drafting will not pay")
-        patch.setattr(ChainDrafter, "propose", raising)
+        patch.setattr(ChainDrafter, "propose", at_call(20, planted, ChainDrafter.propose, calls))
         with fastspec.patched(model, backend=plain(), speculative=draft):
             return run(model, fastspec.Speculative(gamma=2), asked, rows=4)
 
@@ -396,35 +392,26 @@ def crowded(load: Loader, kind: str) -> list[Any]:
 
     def asked(batch: Any) -> list[Any]:
         found: dict[int, list[int]] = {}
-        wrong: list[BaseException] = []
 
         def ask(thread: int) -> None:
             numbers = random.Random(thread)
-            try:
-                for number in range(thread * each, (thread + 1) * each):
-                    settings = SETTINGS[number % len(SETTINGS)]
-                    streamer = Rounds(numbers.randint(0, 3)) if number % 5 == 1 else None
-                    settings = settings if streamer is None else {**settings, "max_new_tokens": LONG}
-                    future = batch.submit(ids[number], streamer=streamer, **settings)
-                    time.sleep(0.03 * numbers.random())
-                    if number % 5 == 2:
-                        future.cancel()
-                    if number % 5 == 1:
-                        with pytest.raises(OSError, match="nobody hears"):
-                            future.result(SECONDS)
-                    elif not future.cancelled():
-                        answer = future.result(SECONDS)[0].tolist()
-                        if number % 5 != 2:
-                            found[number] = answer
-            except BaseException as error:
-                wrong.append(error)
+            for number in range(thread * each, (thread + 1) * each):
+                settings = SETTINGS[number % len(SETTINGS)]
+                streamer = Rounds(numbers.randint(0, 3)) if number % 5 == 1 else None
+                settings = settings if streamer is None else {**settings, "max_new_tokens": LONG}
+                future = batch.submit(ids[number], streamer=streamer, **settings)
+                time.sleep(0.03 * numbers.random())
+                if number % 5 == 2:
+                    future.cancel()
+                if number % 5 == 1:
+                    with pytest.raises(OSError, match="nobody hears"):
+                        future.result(SECONDS)
+                elif not future.cancelled():
+                    answer = future.result(SECONDS)[0].tolist()
+                    if number % 5 != 2:
+                        found[number] = answer
 
-        started = [threading.Thread(target=ask, args=(thread,)) for thread in range(threads)]
-        for thread in started:
-            thread.start()
-        for thread in started:
-            thread.join()
-        assert not wrong, wrong
+        in_threads(ask, threads)
         return [found[number] for number in sorted(found)]
 
     with fastspec.patched(model, backend=plain(), eagle3=here(seer(bigram(**sizes())))):
@@ -447,13 +434,6 @@ def failing(load: Loader, kind: str) -> list[Any]:
     """A round that raises in all processes ends the prompts in its rows, and those that wait go on."""
     del kind
     model, ids = load("bigram"), texts(5, 9, 7)
-    step, calls = Engine.step, []
-
-    def raising(self: Any, *given: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 2:
-            raise ArithmeticError("planted")
-        return step(self, *given)
 
     def asked(batch: Any) -> list[Any]:
         with batch._changed:
@@ -464,7 +444,7 @@ def failing(load: Loader, kind: str) -> list[Any]:
         return [futures[2].result(SECONDS)[0].tolist(), *answers(batch, ids, [GREEDY] * 3)]
 
     with pytest.MonkeyPatch.context() as patch, fastspec.patched(model, backend=plain()):
-        patch.setattr(Engine, "step", raising)
+        patch.setattr(Engine, "step", at_call(2, planted, Engine.step, []))
         return run(model, "autoregressive", asked, rows=2, narrows=False)
 
 
@@ -512,20 +492,20 @@ def refused(load: Loader, kind: str) -> list[str]:
     del kind
     model = load("llama")
     with fastspec.patched(model, backend=plain()):
-        told = [_why(lambda: fastspec.continuous(model, "nasd", rows=2 + dist.get_rank()))]
+        told = [why(lambda: fastspec.continuous(model, "nasd", rows=2 + dist.get_rank()))]
         batch = fastspec.continuous(model, "nasd", rows=2, max_length=64)
-        told += [_why(lambda: fastspec.continuous(model, "nasd"))]
-        told += [_why(lambda: model.generate(**given(5), max_new_tokens=3))]
-        told += [_why(lambda: model.generate(**given(5), max_new_tokens=3, assistant="nasd"))]
-        told += [_why(lambda: fastspec.unpatch(model))]
-        told += [_why(lambda: batch.submit(texts(5)[0], max_new_tokens=3).result(SECONDS))]
+        told += [why(lambda: fastspec.continuous(model, "nasd"))]
+        told += [why(lambda: model.generate(**given(5), max_new_tokens=3))]
+        told += [why(lambda: model.generate(**given(5), max_new_tokens=3, assistant="nasd"))]
+        told += [why(lambda: fastspec.unpatch(model))]
+        told += [why(lambda: batch.submit(texts(5)[0], max_new_tokens=3).result(SECONDS))]
         told += [str(batch.alive), str(first() or batch.warmup(8))]
         if not first():
             batch.close(cancel=True)
             told += [str(batch._thread.is_alive())]
         batch.close()
-        told += [_why(lambda: batch.submit(texts(5)[0], max_new_tokens=3))]
-        return [*told, _why(lambda: model.generate(**given(5), max_new_tokens=3, assistant="nasd"))]
+        told += [why(lambda: batch.submit(texts(5)[0], max_new_tokens=3))]
+        return [*told, why(lambda: model.generate(**given(5), max_new_tokens=3, assistant="nasd"))]
 
 
 def parted(load: Loader, kind: str) -> list[str]:
@@ -534,9 +514,9 @@ def parted(load: Loader, kind: str) -> list[str]:
     model.generation_config.repetition_penalty = 1.0 if first() else 5.0
     batch = fastspec.continuous(model, "autoregressive", rows=1, max_length=64)
     if first():
-        told = [_why(lambda: batch.submit(texts(5)[0], **{**GREEDY, "max_new_tokens": 50}).result(SECONDS))]
+        told = [why(lambda: batch.submit(texts(5)[0], **{**GREEDY, "max_new_tokens": 50}).result(SECONDS))]
     else:
-        told = [_why(batch.close)]
+        told = [why(batch.close)]
     torch.save(told, f"{kind}/told{dist.get_rank()}.pt")
     os._exit(0)
 
@@ -544,39 +524,22 @@ def parted(load: Loader, kind: str) -> list[str]:
 def lost(load: Loader, kind: str) -> list[str]:
     """A process that ends while a batch decodes or is idle, or fails alone in a round: what both tell."""
     how, folder = kind.split(" in ")
-    model, step, calls = load("bigram"), Engine.step, []
+    model = load("bigram")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(open_turns, "BEAT", 0.2)
         patch.setattr(open_ranks, "FAILED", timedelta(seconds=1))
-
-        def ending(self: Any, *given: Any) -> Any:
-            calls.append(1)
-            if len(calls) == 3:
-                if how == "ends":
-                    os._exit(0)
-                raise MemoryError("only here")
-            return step(self, *given)
-
         batch = fastspec.continuous(fastspec.patch(model, backend=plain()), "autoregressive", rows=1, max_length=64)
         if not first():
-            patch.setattr(Engine, "step", ending)
+            patch.setattr(Engine, "step", at_call(3, partial(end_or_fail, how), Engine.step, []))
             if how == "ends idle":
                 os._exit(0)
-            torch.save([_why(batch.close)], f"{folder}/told1.pt")
+            torch.save([why(batch.close)], f"{folder}/told1.pt")
             os._exit(0)
         told, began = [], time.perf_counter()
         if how != "ends idle":
-            told += [_why(lambda: batch.submit(texts(5)[0], **GREEDY).result(SECONDS))]
+            told += [why(lambda: batch.submit(texts(5)[0], **GREEDY).result(SECONDS))]
         batch._thread.join(SECONDS)
-        told += [_why(lambda: batch.submit(texts(5)[0], **GREEDY)), str(batch.alive)]
+        told += [why(lambda: batch.submit(texts(5)[0], **GREEDY)), str(batch.alive)]
         batch.close()
     torch.save([*told, time.perf_counter() - began], f"{folder}/told0.pt")
     os._exit(0)
-
-
-def _why(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except FastSpecError as error:
-        return str(error)
-    return "nothing"

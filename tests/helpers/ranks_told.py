@@ -4,7 +4,6 @@ one does for all."""
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -29,21 +28,21 @@ from fastspec.patches.session import PatchSession, session_of
 from fastspec.patches.tuning import candidates, store, tune
 from helpers.cascade import cascaded
 from helpers.models import tiny_model
-from helpers.ranks import GREEDY, OWN_LAYER, SIZE, SMALL, Loader, Other, first, given, small_model
+from helpers.ranks import GREEDY, OWN_LAYER, SIZE, SMALL, Loader, Other, first, given, small_model, why
 
 
 def refusals(load: Loader, kind: str) -> list[str]:
     """What processes that were called differently hear, and calls that are refused."""
     del kind
     model = cascaded([small_model(), load("llama")], memory=1 << 20)
-    told = [_why(lambda: model.generate(**given(5), **GREEDY, assistant="cascade"))]
-    told += [_why(lambda: model.generate(**given(5, 9, seed=dist.get_rank()), **GREEDY, assistant="nasd"))]
-    told += [_why(lambda: model.generate(**given(5), **GREEDY, assistant=fastspec.Nasd(gamma=3 if first() else 4)))]
+    told = [why(lambda: model.generate(**given(5), **GREEDY, assistant="cascade"))]
+    told += [why(lambda: model.generate(**given(5, 9, seed=dist.get_rank()), **GREEDY, assistant="nasd"))]
+    told += [why(lambda: model.generate(**given(5), **GREEDY, assistant=fastspec.Nasd(gamma=3 if first() else 4)))]
     with fastspec.profile(model) if dist.get_rank() else nullcontext():
-        told += [_why(lambda: model.generate(**given(5), **GREEDY, assistant="nasd"))]
+        told += [why(lambda: model.generate(**given(5), **GREEDY, assistant="nasd"))]
     other = LogitsProcessorList([Other()])
     told += [
-        _why(
+        why(
             lambda: model.generate(
                 **given(5), **GREEDY, eos_token_id=None, logits_processor=other, assistant="autoregressive"
             )
@@ -52,7 +51,7 @@ def refusals(load: Loader, kind: str) -> list[str]:
     older, many, more = tiny_model("llama", **SMALL), load("llama"), load("llama")
     older._tp_size, many._tp_size = 2, 4
     more.config.distributed_config = DistributedConfig(tp_size=SIZE, fsdp_size=2, tp_plan="auto")
-    return [*told, *(_why(partial(fastspec.patch, each)) for each in (older, many, more))]
+    return [*told, *(why(partial(fastspec.patch, each)) for each in (older, many, more))]
 
 
 def tuned(load: Loader, kind: str) -> list[Any]:
@@ -119,12 +118,12 @@ def by_first(load: Loader, kind: str) -> list[Any]:
     made.append(ranks.by_first(lambda: 5))
     with fastspec.patched(model), pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuned_launches, "_launches", {("cpu", "linear", (dist.get_rank(),)): None})
-        made.append(_why(lambda: model.generate(**given(5), **GREEDY, assistant="autoregressive")))
+        made.append(why(lambda: model.generate(**given(5), **GREEDY, assistant="autoregressive")))
     with fastspec.patched(model), pytest.MonkeyPatch.context() as patch:
         ops = PatchSession.ops
         drafts_in = torch.bfloat16 if first() else None
         patch.setattr(PatchSession, "ops", lambda *given: replace(ops(*given), drafts_in=drafts_in))
-        made.append(_why(lambda: model.generate(**given(5), **GREEDY, assistant="autoregressive")))
+        made.append(why(lambda: model.generate(**given(5), **GREEDY, assistant="autoregressive")))
     return made
 
 
@@ -166,11 +165,3 @@ def vocabularies(load: Loader, kind: str) -> list[Any]:
         assert torch.equal(answer, again)
         _, twin = session_of(model).resources["mtp"].derived.narrowed  # type: ignore[union-attr]
         return [twin.drafted().tolist(), answer, fastspec.report(model).last.rounds]
-
-
-def _why(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except fastspec.FastSpecError as error:
-        return str(error)
-    return "nothing"

@@ -11,9 +11,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 import fastspec
 from helpers.training import small_target, small_tokenizer
@@ -111,15 +113,17 @@ def words(rng: random.Random, low: int = 1, high: int = 40) -> str:
     return " ".join(f"w{rng.randint(4, 127)}" for _ in range(rng.randint(low, high)))
 
 
-def alone(plain: Any, prompt: Any, count: int, **options: Any) -> tuple[str, int, int]:
-    """What the unpatched model answers: the text, and the numbers of prompt and new tokens."""
+def ids_of(prompt: str | list[dict[str, str]]) -> Tensor:
+    """Token ids of a text or a chat, as a row."""
     tokenizer = small_tokenizer()
     if isinstance(prompt, str):
-        ids = tokenizer(prompt, return_tensors="pt").input_ids
-    else:
-        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True)[
-            "input_ids"
-        ]
+        return tokenizer(prompt, return_tensors="pt").input_ids
+    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+
+
+def alone(plain: Any, prompt: Any, count: int, **options: Any) -> tuple[str, int, int]:
+    """What the unpatched model answers: the text, and the numbers of prompt and new tokens."""
+    tokenizer, ids = small_tokenizer(), ids_of(prompt)
     new = plain.generate(ids, max_new_tokens=count, do_sample=False, tokenizer=tokenizer, **options)[0, ids.shape[1] :]
     return tokenizer.decode(new, skip_special_tokens=True), ids.shape[1], len(new)
 
@@ -128,61 +132,72 @@ def talk(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-def ask_all(server: Served, asked: list[tuple[str, int, bool, bool, int | None]], at_a_time: int = 16) -> list[str]:
-    """The answers to requests (prompt, new tokens, whether a chat, whether streamed, a seed or None for greedy), so
-    many in flight."""
+@dataclass(frozen=True)
+class Asked:
+    """A request: drawn by a seed, or greedy without one."""
 
-    async def ask(client: Any, gate: Any, text: str, count: int, chat: bool, stream: bool, seed: int | None) -> str:
-        async with gate:
-            given = {
-                "model": NAME,
-                "max_tokens": count,
-                "temperature": 0.0 if seed is None else 1.0,
-                "seed": seed,
-                "stream": stream,
-            }
-            create = client.chat.completions.create if chat else client.completions.create
-            answer = await create(**given, **({"messages": talk(text)} if chat else {"prompt": text}))
-            if not stream:
-                return answer.choices[0].message.content if chat else answer.choices[0].text
-            parts = [chunk.choices[0] async for chunk in answer]
-            return "".join((part.delta.content if chat else part.text) or "" for part in parts)
+    text: str
+    count: int
+    chat: bool = False
+    stream: bool = False
+    seed: int | None = None
+    price: float | None = None
+
+    @property
+    def prompt(self) -> str | list[dict[str, str]]:
+        return talk(self.text) if self.chat else self.text
+
+    async def answer(self, client: Any) -> str:
+        given: dict[str, Any] = {"model": NAME, "max_tokens": self.count, "seed": self.seed, "stream": self.stream}
+        given["temperature"] = 0.0 if self.seed is None else 1.0
+        given["messages" if self.chat else "prompt"] = self.prompt
+        if self.price is not None:
+            given["extra_body"] = {"price": self.price}
+        create = client.chat.completions.create if self.chat else client.completions.create
+        answer = await create(**given)
+        if not self.stream:
+            return answer.choices[0].message.content if self.chat else answer.choices[0].text
+        parts = [chunk.choices[0] async for chunk in answer]
+        return "".join((part.delta.content if self.chat else part.text) or "" for part in parts)
+
+
+def ask_all(server: Served, asked: list[Asked], at_a_time: int = 16) -> list[str]:
+    """The answers to requests, so many in flight."""
 
     async def everyone() -> list[str]:
         gate = asyncio.Semaphore(at_a_time)
+
+        async def answer(each: Asked) -> str:
+            async with gate:
+                return await each.answer(client)
+
         async with server.client(openai.AsyncOpenAI) as client:
-            return await asyncio.gather(*(ask(client, gate, *each) for each in asked))
+            return await asyncio.gather(*map(answer, asked))
 
     return asyncio.run(everyone())
 
 
-def hold_as_alone(plain: Any, asked: list[tuple[str, int, bool, bool, int | None]], got: list[str]) -> None:
+def hold_as_alone(plain: Any, asked: list[Asked], got: list[str]) -> None:
     """Every answer is that of the unpatched model alone, sampled ones that of their seed in a batch of one row without
     drafts."""
-    tokenizer = small_tokenizer()
+    sampled: dict[str, Any] = {"do_sample": True, "temperature": 1.0}
     with (
         fastspec.patched(small_target(peak=0.15)) as other,
         fastspec.continuous(other, "autoregressive", rows=1, max_length=400) as batch,
     ):
-        for emitted, (text, count, chat, _, seed) in zip(got, asked, strict=True):
-            if seed is None:
-                assert emitted == alone(plain, talk(text) if chat else text, count)[0]
+        for emitted, each in zip(got, asked, strict=True):
+            if each.seed is None:
+                assert emitted == alone(plain, each.prompt, each.count)[0]
                 continue
-            ids = (
-                tokenizer(text, return_tensors="pt").input_ids
-                if not chat
-                else tokenizer.apply_chat_template(
-                    talk(text), add_generation_prompt=True, return_tensors="pt", return_dict=True
-                )["input_ids"]
-            )
-            want = batch.submit(ids, max_new_tokens=count, do_sample=True, temperature=1.0, seed=seed).result(SECONDS)
-            assert emitted == tokenizer.decode(want[0, ids.shape[1] :], skip_special_tokens=True)
+            ids = ids_of(each.prompt)
+            want = batch.submit(ids, max_new_tokens=each.count, seed=each.seed, **sampled).result(SECONDS)
+            assert emitted == small_tokenizer().decode(want[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-def requests(count: int, seed: int) -> list[tuple[str, int, bool, bool, int | None]]:
+def requests(count: int, seed: int) -> list[Asked]:
     """Chats and completions, streamed and not, of all lengths, a fifth of them sampled."""
     rng = random.Random(seed)
     return [
-        (words(rng), rng.randint(1, 40), index % 2 == 0, index % 3 == 0, index if index % 5 == 0 else None)
+        Asked(words(rng), rng.randint(1, 40), index % 2 == 0, index % 3 == 0, index if index % 5 == 0 else None)
         for index in range(count)
     ]

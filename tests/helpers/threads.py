@@ -1,7 +1,10 @@
-"""Torch's own operations on the host, which take a thread for every core where a tensor is large enough."""
+"""Threads that run one function, and torch's own operations on the host, which take a thread for every core where a
+tensor is large enough."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from torch import Tensor
@@ -9,6 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 GRAIN = 2**15
 """Elements from which on torch's threads share an operation."""
+
+
+def in_threads(run: Callable[[int], object], count: int) -> None:
+    """run(0), run(1), ... at the same time; what one raises is raised."""
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(run, range(count)))
 
 
 class Writes(TorchDispatchMode):

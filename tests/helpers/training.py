@@ -56,6 +56,12 @@ def small_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def save_with_tokenizer(model: Any, folder: Path) -> None:
+    """A model in a folder, with the `small_tokenizer`."""
+    for part in (model, small_tokenizer()):
+        part.save_pretrained(folder)
+
+
 def write_prompts(path: Path, count: int) -> str:
     """A jsonl file of prompts of 5 to 15 words."""
     rng = np.random.default_rng(count)

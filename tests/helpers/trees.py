@@ -6,6 +6,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fastspec.generation.engine.round_program import Scored
 from fastspec.generation.tree import TokenTree
 
 VOCAB = 3
@@ -15,6 +16,17 @@ def drawn_tree(rows: int, nodes: int, generator: torch.Generator) -> TokenTree:
     """Few tokens, so that equal siblings and long paths are common."""
     parents = (torch.rand(rows, nodes, generator=generator) * torch.arange(nodes)).long()
     return TokenTree.from_parents(torch.randint(0, VOCAB, (rows, nodes), generator=generator), parents)
+
+
+def scored_tree(rows: int, nodes: int, q: bool = False, half: bool = False) -> Scored:
+    """A tree of many rows, so that no two rules walk all of them alike, and logits that differ by token and by node."""
+    generator = torch.Generator().manual_seed(1)
+    tree = drawn_tree(rows, nodes, generator)
+    if q:
+        odds = torch.rand(rows, nodes, VOCAB, generator=generator).softmax(-1)
+        tree = TokenTree(tree.tokens, tree.parents, tree.depths, tree.ancestors, tree.max_path, odds)
+    logits = torch.randn(rows, nodes, VOCAB, generator=generator)
+    return Scored(tree, logits.half() if half else logits, logits[..., :0])
 
 
 @st.composite

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.devices import CPU, CUDA
 from helpers.examples import examples
 from helpers.words import Group
 from hypothesis import example, given
@@ -15,10 +16,6 @@ from hypothesis import strategies as st
 from fastspec.kernels.parallel import joins, reference
 from fastspec.kernels.verification.reference import best_key
 
-CPU = pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is off"))
-CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-)
 DTYPES = st.sampled_from([torch.float32, torch.float16])
 
 

@@ -7,8 +7,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from helpers.devices import INTERPRETED
 from helpers.examples import examples
-from helpers.kernels import EVERYWHERE, HAS_CUDA, ON_CUDA
+from helpers.kernels import EVERYWHERE, HAS_CUDA, ON_CUDA, captured
 from helpers.kernels_attention import DTYPES, HEADS, TYPED, Case, excess, good
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +26,7 @@ from fastspec.kernels.launch import is_hopper
 PREFIXES = st.lists(st.sampled_from([0, 1, 7, 31, 32, 33, 63, 64, 65, 130, 257]), min_size=1, max_size=2)
 
 
-@pytest.mark.skipif(HAS_CUDA, reason="compiled kernels take no CPU tensors")
+@INTERPRETED
 @given(
     PREFIXES,
     st.sampled_from([1, 2, 7, 33, 65]),
@@ -233,14 +234,7 @@ def test_a_captured_launch_follows_the_lengths(device, nodes):
     case = Case([3000, 2000], nodes, (8, 4), 128, torch.float16, device, capacity=8192)
     layout = case.layout()
     case.check(layout)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        kernels.tree_attention(case.q, case.k, case.v, layout, case.scale)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = kernels.tree_attention(case.q, case.k, case.v, layout, case.scale)
+    graph, out = captured(lambda: kernels.tree_attention(case.q, case.k, case.v, layout, case.scale))
     for lengths in ([3000, 2000], [0, 64], [5, 1], [1999, 1024]):
         case.prefix.copy_(torch.tensor(lengths))
         expected = case.expected()

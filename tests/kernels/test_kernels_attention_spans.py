@@ -17,7 +17,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from helpers.kernels import EVERYWHERE, HAS_CUDA, ON_CUDA
+from helpers.devices import INTERPRETED
+from helpers.kernels import EVERYWHERE, HAS_CUDA, ON_CUDA, captured
 from helpers.kernels_attention import DTYPES, HEADS, TYPED, Case, excess, good
 from helpers.trees import random_parents
 
@@ -29,8 +30,6 @@ from fastspec.kernels.attention import tree as kernels
 from fastspec.kernels.attention.layout import TreeLayout
 from fastspec.kernels.attention.reference import Span
 from fastspec.kernels.drafting import reference as drafting_reference
-
-ON_CPU = pytest.mark.skipif(HAS_CUDA, reason="compiled kernels take no CPU tensors")
 
 
 class SpanCase(Case):
@@ -109,7 +108,7 @@ PREFIXES = st.lists(st.sampled_from([0, 1, 7, 31, 32, 33, 64, 130, 257]), min_si
 CAPS = st.sampled_from([None, 0.5, 30.0])
 
 
-@ON_CPU
+@INTERPRETED
 @given(
     PREFIXES,
     st.sampled_from([1, 2, 7, 33, 65]),
@@ -177,7 +176,7 @@ def test_queries_of_a_tile_begin_to_see_on_both_sides_of_a_block(device, size):
             SpanCase([130, size - 1], 33, (1, 1), 16, torch.float32, device, Span(size, chunk), chain=chain).check()
 
 
-@ON_CPU
+@INTERPRETED
 @given(
     PREFIXES,
     st.sampled_from([1, 7, 33]),
@@ -272,7 +271,7 @@ def test_what_is_seen_of_nothing_is_zero_beside_a_sink(device, splits):
             assert not got[:, 1].any() and got[:, 0].all()
 
 
-@ON_CPU
+@INTERPRETED
 @pytest.mark.parametrize("nodes", [1, 3, 40])
 @pytest.mark.parametrize("span", [Span(50), Span(50, chunk=True)], ids=str)
 def test_time_does_not_grow_with_the_text(monkeypatch, nodes, span):
@@ -384,9 +383,7 @@ def test_a_captured_launch_follows_the_window(device, nodes):
     case.k, case.v = case.clean
     layout = case.layout()
     case.check(layout)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = kernels.tree_attention(case.q, case.k, case.v, layout, case.scale, **case.extras)
+    graph, out = captured(lambda: kernels.tree_attention(case.q, case.k, case.v, layout, case.scale, **case.extras))
     replays: list[Tensor] = []
     for lengths in ([3000, 2000], [0, 64], [8000, 511], [513, 1024]):
         case.prefix.copy_(torch.tensor(lengths))

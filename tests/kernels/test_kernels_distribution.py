@@ -14,6 +14,7 @@ from helpers.kernels import (
     ON_CUDA,
     ON_CUDA_DTYPES,
     SEEDS,
+    captured,
     check_draws,
     moved_as_is,
     poisoned,
@@ -251,13 +252,9 @@ def test_a_draw_under_a_distribution_can_be_captured(device, distribution):
     generator = torch.Generator(device).manual_seed(0)
     scores = torch.randn(2, 61, 32000, generator=generator, device=device)
     uniform = torch.rand(2, 61, generator=generator, device=device)
-    pick(scores, uniform, distribution)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = pick(scores, uniform, distribution)
+    graph, out = captured(lambda: pick(scores, uniform, distribution))
     for _ in range(3):
         scores.normal_(generator=generator)
         uniform.uniform_(generator=generator)
         graph.replay()
-        assert torch.equal(captured, pick(scores, uniform, distribution))
+        assert torch.equal(out, pick(scores, uniform, distribution))

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from helpers.examples import examples
-from helpers.kernels import EVERYWHERE, FLOATS, ON_CUDA, ON_CUDA_DTYPES, SEEDS, moved_as_is, poisoned
+from helpers.kernels import EVERYWHERE, FLOATS, ON_CUDA, ON_CUDA_DTYPES, SEEDS, captured, moved_as_is, poisoned
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -390,13 +390,9 @@ def test_a_draft_step_can_be_captured(device):
         children, tokens, *best = topk_expand(x, weight, scores, 10, d2t)
         return children, tokens, *best, *tree_build(children, tokens, parents, depths, root, 60)
 
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, outs = captured(step)
     for _ in range(3):
         x.normal_(generator=generator)
         scores.uniform_(-9, 0, generator=generator)
         graph.replay()
-        assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(outs, step(), strict=True))

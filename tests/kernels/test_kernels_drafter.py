@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.devices import CPU, CUDA
 from helpers.examples import examples
+from helpers.kernels import ON_CUDA, captured
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -21,11 +23,7 @@ from fastspec.generation.tree import Verdict
 from fastspec.kernels.drafting.fused.draft import draft, draft_space, draft_weights, supports
 from fastspec.patches.backends import TORCH
 
-GPU = torch.cuda.is_available()
-CPU = pytest.param("cpu", marks=pytest.mark.skipif(GPU, reason="compiled kernels take no CPU tensors"))
-CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="no CUDA device")])
 ON_CPU = pytest.mark.parametrize("device", [CPU])
-ON_CUDA = pytest.mark.parametrize("device", [CUDA])
 
 TINY: dict[str, Any] = {
     "hidden_size": 48,
@@ -434,9 +432,7 @@ def test_every_launch_gives_the_same_and_can_be_captured(device):
     expected = round_from_300()
     for _ in range(50):  # a race between phases would show as another tree, sooner or later
         assert all(torch.equal(a, b) for a, b in zip(expected, round_from_300(), strict=True))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = round_from_300()
+    graph, out = captured(round_from_300)
     for tensor in out:
         tensor.zero_()
     graph.replay()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.examples import examples
+from helpers.kernels import DTYPES, EVERYWHERE
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -21,27 +22,12 @@ from fastspec.kernels.linear.reference import SWIGLU
 from fastspec.kernels.quantised import reference as quantised
 from fastspec.kernels.quantised.reference import MXFP4, PACKED4, StoredExperts, StoredWeight
 
-CPU = pytest.param(
-    "cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the CPU only in the interpreter")
-)
-CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-)
-EVERYWHERE = pytest.mark.parametrize("device", [CPU, CUDA])
+pytestmark = pytest.mark.usefixtures("filled_with_nan")
 SHAPES = {  # experts, choices, hidden size, expert size
     "cpu": [(1, 1, 16, 16), (4, 2, 40, 24), (9, 3, 65, 33), (8, 2, 130, 48)],
     "cuda": [(8, 2, 1024, 3584), (32, 4, 2880, 1440), (128, 8, 2048, 768), (9, 3, 65, 33), (60, 4, 2048, 1408)],
 }
 TOKENS = {"cpu": [1, 1, 7, 17, 35, 65], "cuda": [1, 7, 16, 17, 32, 61, 65, 300, 1031]}
-DTYPES = {"cpu": [torch.float32, torch.float16], "cuda": [torch.float32, torch.float16, torch.bfloat16]}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def poisoned():
-    """What the kernels' hosts allocate starts as NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def routed(generator: torch.Generator, tokens: int, count: int, choices: int, kind: str) -> tuple[Tensor, Tensor]:

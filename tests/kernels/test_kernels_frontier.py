@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.examples import examples
-from hypothesis import HealthCheck, given
+from helpers.kernels import DTYPES, EVERYWHERE
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -18,15 +19,6 @@ from fastspec.kernels.drafting.reference import InputWeights
 from fastspec.kernels.layer.norms import rms_norm
 from fastspec.kernels.linear import reference as linear_reference
 from fastspec.kernels.linear.linear import gate_up
-
-CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-)
-CPU = pytest.param(
-    "cpu",
-    marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a CUDA device"),
-)
-EVERYWHERE = pytest.mark.parametrize("device", [CPU, CUDA])
 
 
 @EVERYWHERE
@@ -71,15 +63,6 @@ def test_strided_inputs_are_refused(device):
 
 EPS = 1e-5
 SIZES = {"cpu": [1, 7, 63, 64, 65], "cuda": [1, 65, 576, 4096, 8192]}
-DTYPES = {"cpu": [torch.float32, torch.float16], "cuda": [torch.float32, torch.float16, torch.bfloat16]}
-
-
-@pytest.fixture
-def poisoned():
-    """What the kernels' hosts allocate starts as NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def with_rows_apart(x: Tensor, pad: int) -> Tensor:
@@ -136,8 +119,8 @@ def check_input(x: Tensor, tokens: Tensor, hidden: Tensor, drawn: Drawn, offset:
     offset=st.sampled_from([None, 1.0]),
     seed=st.integers(0, 2**31),
 )
-@examples(10, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_frontier_input(device, poisoned, data, rows, nodes, children, slot, offset, seed):
+@examples(10)
+def test_frontier_input(device, filled_with_nan, data, rows, nodes, children, slot, offset, seed):
     size, dtype = data.draw(st.sampled_from(SIZES[device])), data.draw(st.sampled_from(DTYPES[device]))
     drawn = Drawn(device, size, dtype, rows, nodes, children, slot, seed)
     before = drawn.tokens, drawn.index, drawn.hidden, drawn.words, slot
@@ -157,8 +140,8 @@ def test_frontier_input(device, poisoned, data, rows, nodes, children, slot, off
     offset=st.sampled_from([None, 1.0]),
     seed=st.integers(0, 2**31),
 )
-@examples(8, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_head_input(device, poisoned, data, rows, nodes, pad, offset, seed):
+@examples(8)
+def test_head_input(device, filled_with_nan, data, rows, nodes, pad, offset, seed):
     size, dtype = data.draw(st.sampled_from(SIZES[device])), data.draw(st.sampled_from(DTYPES[device]))
     drawn = Drawn(device, size, dtype, rows, nodes, 1, 0, seed)
     x = head_input(with_rows_apart(drawn.tokens, pad), drawn.hidden, drawn.weights(offset))

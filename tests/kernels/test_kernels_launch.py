@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.devices import INTERPRETED
+from helpers.kernels import ON_CUDA, captured
 from torch import Tensor
 
 from fastspec.generation import decoder_layer
@@ -28,9 +29,6 @@ from fastspec.kernels.linear.swiglu import swiglu
 from fastspec.kernels.verification.posterior_eval import pick, posterior_walk
 from fastspec.patches.backends import triton_ops
 
-ON_GPU = torch.cuda.is_available()
-CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="no CUDA device")])
-ON_CUDA = pytest.mark.parametrize("device", [CUDA])
 # The products let dependents start before their own wait: see the last paragraph of launch.py, and their tests.
 KERNELS = Path(launch.__file__).parent
 PRODUCTS = {KERNELS / "linear" / f"{name}.py" for name in ("linear", "row", "hopper")}
@@ -51,7 +49,7 @@ BY_ROWS = [f"if EARLY:\n    {RELEASE}", WAIT, f"if not EARLY:\n    {RELEASE}"]
 """What norms do, which let the product behind a row alone start before they wait."""
 
 
-@pytest.mark.skipif(ON_GPU, reason="the interpreter is off where there is a CUDA device")
+@INTERPRETED
 def test_the_interpreter_launches_one_after_the_other():
     for device in ("cpu", "cuda:0"):
         assert launch.dependent(torch.device(device)) == launch.spread(torch.device(device)) == {"PDL": False}
@@ -186,16 +184,6 @@ def test_only_aligned_lines_are_prefetched(shape, begin, bytes_):
     weight = torch.zeros(shape[0] * shape[1] + begin, dtype=torch.float16)[begin:].view(shape)
     assert launch.prefetched(weight, 512) == bytes_
     assert launch.prefetched(torch.zeros(9, 100, dtype=torch.float16)[:, :64], 512) == 0  # lines 200 bytes apart
-
-
-def captured(run: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
-    """A graph of the run with dependent launches, and its outputs."""
-    run()  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outs = run()
-    return graph, outs
 
 
 @ON_CUDA

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.devices import CUDA
 from helpers.examples import examples
+from helpers.kernels import DTYPES, EVERYWHERE
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -19,26 +21,11 @@ from fastspec.kernels.linear import reference as linear_reference
 from fastspec.kernels.linear.reference import Parts
 from fastspec.kernels.linear.swiglu import swiglu
 
-CPU = pytest.param(
-    "cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the CPU only in the interpreter")
-)
-CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-)
-EVERYWHERE = pytest.mark.parametrize("device", [CPU, CUDA])
+pytestmark = pytest.mark.usefixtures("filled_with_nan")
 DRAWN = examples(20)
 SEEDS = st.integers(0, 2**31)
 SIZES = {"cpu": [1, 2, 7, 63, 64, 65, 130], "cuda": [1, 7, 65, 576, 1536, 4096, 5120, 8192, 16384, 24576]}
 ROWS = {"cpu": [1, 2, 3], "cuda": [1, 7, 61, 64, 1000]}
-DTYPES = {"cpu": [torch.float32, torch.float16], "cuda": [torch.float32, torch.float16, torch.bfloat16]}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def poisoned():
-    """What the kernels' hosts allocate starts as NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def drawn(data, device: str, table: dict):

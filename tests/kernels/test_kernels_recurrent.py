@@ -21,7 +21,7 @@ from fastspec.kernels.recurrent.reference import DecayRates
 
 pytest.importorskip("triton")
 
-from helpers.kernels import HAS_CUDA
+from helpers.devices import INTERPRETED
 from helpers.kernels_attention import TYPED
 from helpers.trees import random_parents
 
@@ -258,7 +258,7 @@ def test_gates(device: str, dtype: torch.dtype, heads: int, size: int, nodes: in
         close(norms.gate_heads(x, product), plain_gate_heads(x, product), dtype)
 
 
-@pytest.mark.skipif(HAS_CUDA, reason="compiled kernels take no CPU tensors")
+@INTERPRETED
 def test_what_the_kernels_do_not_accept() -> None:
     case = Case.made((2, 4, 8, 12), 5, 0, torch.float32, "cpu")
     given = [case.mixed, case.a, case.b, case.rates, case.state, case.tree.ancestors, *case.space()]

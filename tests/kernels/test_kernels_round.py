@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.examples import examples
+from helpers.kernels import EVERYWHERE
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -17,14 +18,6 @@ from fastspec.kernels.drafting import reference as drafting_reference
 from fastspec.kernels.drafting.inputs import tree_input
 from fastspec.kernels.drafting.pairs import keep_last, keep_pair, path_pairs
 
-CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-)
-CPU = pytest.param(
-    "cpu",
-    marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a CUDA device"),
-)
-EVERYWHERE = pytest.mark.parametrize("device", [CPU, CUDA])
 DRAWN = examples(30)
 SEEDS = st.integers(0, 2**31)
 ROWS, PATHS, NODES = st.integers(1, 4), st.sampled_from([1, 2, 7, 8, 9, 33]), st.sampled_from([1, 2, 60, 65])

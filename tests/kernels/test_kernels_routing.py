@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.examples import examples
+from helpers.kernels import EVERYWHERE
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -19,22 +20,8 @@ from fastspec.kernels.linear import reference
 from fastspec.kernels.linear.experts import route
 from fastspec.kernels.linear.reference import Routing
 
-CPU = pytest.param(
-    "cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the CPU only in the interpreter")
-)
-CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-)
-EVERYWHERE = pytest.mark.parametrize("device", [CPU, CUDA])
+pytestmark = pytest.mark.usefixtures("filled_with_nan")
 UNIT = torch.finfo(torch.float32).eps
-
-
-@pytest.fixture(autouse=True, scope="module")
-def poisoned():
-    """What the kernel's host allocates starts as NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def by_expert(count: int, chosen: Tensor, shares: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from helpers.kernels import (
     ON_CUDA,
     ON_CUDA_DTYPES,
     SEEDS,
+    captured,
     check_draws,
     moved_as_is,
     poisoned,
@@ -269,13 +270,9 @@ def test_a_verification_can_be_captured(device):
         greedy, drawn = pick(scores, None), pick(scores, uniform)
         return greedy, drawn, *posterior_walk(tokens, parents, greedy % 5, 9)
 
-    verify()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = verify()
+    graph, outs = captured(verify)
     for _ in range(3):
         scores.normal_(generator=generator)
         uniform.uniform_(generator=generator)
         graph.replay()
-        assert all(torch.equal(a, b) for a, b in zip(captured, verify(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(outs, verify(), strict=True))

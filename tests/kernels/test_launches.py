@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.devices import CPU, CUDA
 from helpers.generate import EAGLE1, prompts
 from helpers.models import tiny_head, tiny_model
 from torch import Tensor
@@ -22,13 +23,6 @@ import fastspec
 from fastspec.kernels.linear import linear
 from fastspec.patches.hf.layer_weights import pack_model
 
-CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-)
-CPU = pytest.param(
-    "cpu",
-    marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a CUDA device"),
-)
 WIDE = {
     "hidden_size": 256,
     "intermediate_size": 768,

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.devices import ON_CUDA
 from helpers.parallel_gpu import WORK, alone, case, once, shared
 from helpers.rank_pool import RankPools
 from torch import multiprocessing
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = ON_CUDA
 
 
 @pytest.mark.parametrize("name", WORK)

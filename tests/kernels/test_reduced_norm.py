@@ -13,6 +13,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from helpers.devices import CPU, CUDA
 from helpers.examples import examples
 from helpers.words import Group, near, write
 from hypothesis import example, given
@@ -29,11 +30,6 @@ from fastspec.kernels.parallel.words import BLANK, NANS, ROWS, Space, fits, sum_
 from fastspec.kernels.tuned_launches import forced
 
 ROOM = tl.constexpr(ROWS)
-
-CPU = pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is off"))
-CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-)
 
 
 def norm(

@@ -10,7 +10,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.devices import CPU, CUDA
 from helpers.generate import MAKERS, TREE, prompts, seer1
+from helpers.kernels import EVERYWHERE, ON_CUDA
 from helpers.models import FAMILIES, tiny_head, tiny_model
 from torch import Tensor
 
@@ -22,15 +24,6 @@ from fastspec.patches.backends import triton_ops
 from fastspec.patches.hf.layer_weights import pack_model
 from fastspec.patches.session import session_of
 
-CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-)
-CPU = pytest.param(
-    "cpu",
-    marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a CUDA device"),
-)
-EVERYWHERE = pytest.mark.parametrize("device", [CPU, CUDA])
-ON_CUDA = pytest.mark.parametrize("device", [CUDA])
 HERE = ((CPU, ("qwen2", "qwen3", "gpt_oss")), (CUDA, FAMILIES))  # a bias, q/k norms, experts: the interpreter is slow
 SMALL = fastspec.Eagle3(depth=2, top_k=2, total_tokens=6)
 

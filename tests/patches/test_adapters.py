@@ -11,15 +11,12 @@ from typing import Any
 import pytest
 import torch
 from helpers.captured import Recorded, stand_in
+from helpers.devices import CUDA
 from helpers.generate import MAKERS, TREE
 from helpers.open import GREEDY, texts, told
 from torch import Tensor, nn
 
 import fastspec
-
-CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-)
 
 
 class Tuned(nn.Linear):

@@ -7,7 +7,9 @@ import warnings
 
 import pytest
 import torch
+from helpers.devices import CUDA
 from helpers.generate import MAKERS, TREE, bigram, prompts, seer, seer1
+from helpers.kernels import ON_CUDA
 from helpers.models import FAMILIES, tiny_head, tiny_model
 from torch import Tensor
 
@@ -27,11 +29,7 @@ from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import adapter_for
 from fastspec.patches.session import session_of
 
-CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-)
 CPU = pytest.param("cpu")
-ON_CUDA = pytest.mark.parametrize("device", [CUDA])
 
 
 def moved(inputs: dict[str, Tensor], device: str) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.devices import ON_CUDA
 from helpers.generate import MAKERS, TREE, prompts
 from helpers.models import tiny_head, tiny_model
 
@@ -20,7 +21,7 @@ import fastspec
 from fastspec.generation.sequence_state import FIRST_SLOTS
 from fastspec.patches.session import session_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = ON_CUDA
 DEVICE = "cuda"
 SMALL_CHANGE = 2**16
 """Bytes: a hundred of the device's smallest blocks, for what a library may keep of a call. The smallest thing that

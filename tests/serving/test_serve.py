@@ -15,6 +15,7 @@ from helpers.models import tiny_head
 from helpers.serve import (
     MARKS,
     NAME,
+    Asked,
     Served,
     alone,
     ask_all,
@@ -55,7 +56,7 @@ def test_settings_are_prepared_once(pair, server, monkeypatch):
     monkeypatch.setattr(
         one_prompt, "_again", lambda settled, given, seed: again.append(1) or real(settled, given, seed)
     )
-    asked = [(f"w{number + 4} w9", 3 + number % 5, number % 2 == 0, number % 3 == 0, None) for number in range(16)]
+    asked = [Asked(f"w{number + 4} w9", 3 + number % 5, number % 2 == 0, number % 3 == 0) for number in range(16)]
     for _ in range(2):
         hold_as_alone(pair[0], asked, ask_all(server, asked))
     assert len(again) >= len(asked)

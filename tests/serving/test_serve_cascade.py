@@ -3,7 +3,6 @@ and who goes away."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import random
@@ -19,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.cascade import trained
-from helpers.serve import MARKS, NAME, SECONDS, Served, openai, post, serving, talk, words
+from helpers.serve import MARKS, NAME, SECONDS, Asked, Served, ask_all, ids_of, post, serving, talk, words
 from helpers.serve_process import cascaded_target, opened_cascade
 from helpers.training import small_target, small_tokenizer
 from transformers import GenerationConfig
@@ -72,54 +71,26 @@ def process() -> Iterator[Served]:
 
 def wanted(model: Any, prompt: Any, count: int, price: float) -> tuple[str, int, Any]:
     """What the cascade's own `generate` answers: the text, its tokens, and the explanation."""
-    tokenizer = small_tokenizer()
-    if isinstance(prompt, str):
-        ids = tokenizer(prompt, return_tensors="pt").input_ids
-    else:
-        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True)[
-            "input_ids"
-        ]
+    ids = ids_of(prompt)
     cascade = replace(session_of(model).resources["cascade"].config, price=price)
     out = model.generate(ids, max_new_tokens=count, do_sample=False, assistant=cascade)
     new = out[0, ids.shape[1] :]
-    return tokenizer.decode(new, skip_special_tokens=True), len(new), fastspec.report(model).last.explanations[0]
+    return (
+        small_tokenizer().decode(new, skip_special_tokens=True),
+        len(new),
+        fastspec.report(model).last.explanations[0],
+    )
 
 
 def soak(model: Any, server: Served, count: int, seed: int = 0) -> dict[str, int]:
     """So many mixed requests, sixteen in flight, each answered as by the cascade alone -> how many each stage
     answered."""
     rng = random.Random(seed)
-    asked = [
-        (
-            words(rng),
-            rng.choice([1, 5, 24]),
-            rng.choice([0.0, 3.0, 30.0, HIGH]),
-            rng.random() < 0.5,
-            rng.random() < 0.5,
-        )
-        for _ in range(count)
-    ]
-
-    async def ask(client: Any, gate: Any, each: Any) -> str:
-        text, tokens, price, chat, stream = each
-        async with gate:
-            given: dict[str, Any] = {"model": NAME, "max_tokens": tokens, "temperature": 0, "stream": stream}
-            given["extra_body"] = {"price": price}
-            create = client.chat.completions.create if chat else client.completions.create
-            answer = await create(**given, **({"messages": talk(text)} if chat else {"prompt": text}))
-            if not stream:
-                return answer.choices[0].message.content if chat else answer.choices[0].text
-            parts = [chunk.choices[0] async for chunk in answer]
-            return "".join((part.delta.content if chat else part.text) or "" for part in parts)
-
-    async def everyone() -> list[str]:
-        gate = asyncio.Semaphore(16)
-        async with server.client(openai.AsyncOpenAI) as client:
-            return await asyncio.gather(*(ask(client, gate, each) for each in asked))
-
+    asked = [Asked(words(rng), rng.choice([1, 5, 24]), price=rng.choice([0.0, 3.0, 30.0, HIGH])) for _ in range(count)]
+    asked = [replace(each, chat=rng.random() < 0.5, stream=rng.random() < 0.5) for each in asked]
     answered = dict.fromkeys(STAGES, 0)
-    for got, (text, tokens, price, chat, _) in zip(asyncio.run(everyone()), asked, strict=True):
-        own, _, explanation = wanted(model, talk(text) if chat else text, tokens, price)
+    for got, each in zip(ask_all(server, asked), asked, strict=True):
+        own, _, explanation = wanted(model, each.prompt, each.count, each.price)
         assert got == own
         answered[explanation.visits[-1].name] += 1
     return answered

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from helpers.serve import MARKS, NAME, SECONDS, Served, post, served, serving, talk
 from helpers.serve_process import opened
-from helpers.training import small_target, small_tokenizer
+from helpers.training import save_with_tokenizer, small_target, small_tokenizer
 from typer.testing import CliRunner
 
 import fastspec
@@ -102,8 +102,7 @@ def test_its_fields_are_labelled() -> None:
 
 @pytest.mark.parametrize("flag", ["--page", "--no-page"])
 def test_a_command_may_leave_it_out(flag: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for each in (small_target(), small_tokenizer()):
-        each.save_pretrained(tmp_path)
+    save_with_tokenizer(small_target(), tmp_path)
     found: dict[str, Any] = {}
 
     class Near(Remote):

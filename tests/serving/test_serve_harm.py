@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import uvicorn
 from helpers.serve import MARKS, SECONDS, post, served
+from helpers.threads import in_threads
 from helpers.training import small_target, small_tokenizer
 
 import fastspec
@@ -85,21 +86,11 @@ def test_the_rate_is_read_and_written_by_threads(monkeypatch: pytest.MonkeyPatch
             time.sleep(0.05)
             return found
 
-    rate, failed = metrics.Rate(), []
+    rate = metrics.Rate()
     rate.seen = Slow([(time.monotonic() - 2 * metrics.WINDOW, 1)])
 
-    def read() -> None:
-        try:
-            rate.value()
-        except IndexError as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=read) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed and not rate.seen
+    in_threads(lambda _: rate.value(), 3)
+    assert not rate.seen
 
 
 def test_a_header_that_never_ends_is_cut() -> None:

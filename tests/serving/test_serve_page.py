@@ -15,7 +15,7 @@ from helpers.grammars import TOKENIZER, terse
 from helpers.models import tiny_head
 from helpers.pages import ROOT, snippets
 from helpers.serve import MARKS, openai, served, uvicorn
-from helpers.training import small_target, small_tokenizer
+from helpers.training import save_with_tokenizer, small_target, small_tokenizer
 
 import fastspec
 from fastspec.programs.serving.app import PATHS
@@ -109,8 +109,7 @@ def test_the_programs_snippet_makes_a_server(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_program_with_rounds_in_a_process_of_their_own_makes_a_server(tmp_path: Path) -> None:
     """As a script, with a small model and its head in the place of SmolLM2's."""
     model = small_target()
-    for part in (model, small_tokenizer()):
-        part.save_pretrained(tmp_path / "model")
+    save_with_tokenizer(model, tmp_path / "model")
     save_head(tiny_head(model, taps=(1, 2, 3)), tmp_path / "head", "a card")
     text = APART
     for form, folder in (("load_model({!r})", "model"), ("eagle3={!r}", "head")):

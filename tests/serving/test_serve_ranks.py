@@ -23,7 +23,7 @@ import torch
 from helpers.cascade import NAMED, trained
 from helpers.ranks import COUNTS
 from helpers.serve import MARKS, NAME, SECONDS, Served, alone, ask_all, hold_as_alone, post, requests
-from helpers.training import small_target, small_tokenizer
+from helpers.training import save_with_tokenizer, small_target
 from typer.testing import CliRunner
 
 import fastspec
@@ -38,8 +38,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "-m",
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with its tokenizer."""
     made = tmp_path_factory.mktemp("cut")
-    for part in (small_target(peak=0.15), small_tokenizer()):
-        part.save_pretrained(made)
+    save_with_tokenizer(small_target(peak=0.15), made)
     return made
 
 
@@ -97,10 +96,9 @@ def test_a_server_over_processes_answers_as_the_model_alone(folder: Path) -> Non
 def test_so_does_one_over_gpus(count: int, tmp_path: Path) -> None:
     """Greedy chats and completions, whole and streamed."""
     model = small_target(peak=0.15, key_heads=4)
-    for part in (model, small_tokenizer()):
-        part.save_pretrained(tmp_path)
+    save_with_tokenizer(model, tmp_path)
     with served(tmp_path, count=count) as server:
-        asked = [each for each in requests(24, 2) if each[-1] is None]
+        asked = [each for each in requests(24, 2) if each.seed is None]
         hold_as_alone(model, asked, ask_all(server, asked))
 
 
@@ -112,8 +110,7 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model = small_target()
         with torch.no_grad():
             model.lm_head.weight.add_(noise * torch.randn(128, 64, generator=torch.Generator().manual_seed(0)))
-        for part in (model, small_tokenizer()):
-            part.save_pretrained(made / name)
+        save_with_tokenizer(model, made / name)
     trained(NAMED).save(made / "predictor.safetensors")
     below = [
         fastspec.Stage(str(made / name), name=name, tensor_parallel=size)

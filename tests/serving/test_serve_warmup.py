@@ -15,7 +15,7 @@ from helpers.devices import ON_CUDA
 from helpers.models import tiny_head
 from helpers.open import GREEDY, alone, made, texts, told
 from helpers.serve import MARKS
-from helpers.training import small_target, small_tokenizer
+from helpers.training import save_with_tokenizer, small_target
 from typer.testing import CliRunner
 
 import fastspec
@@ -38,8 +38,7 @@ TREE = fastspec.Eagle3(depth=3, top_k=2, total_tokens=6)
 @pytest.fixture
 def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A model in a folder, and what the command was about to serve."""
-    for part in (small_target(), small_tokenizer()):
-        part.save_pretrained(tmp_path / "model")
+    save_with_tokenizer(small_target(), tmp_path / "model")
     found: dict[str, Any] = {"model": str(tmp_path / "model")}
     build = server.build_app
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.bench import quick  # noqa: F401
 from helpers.pages import ROOT
-from helpers.training import small_target, small_tokenizer
+from helpers.training import save_with_tokenizer, small_target
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -29,6 +28,7 @@ from fastspec.programs.cli.app import app
 from fastspec.programs.compare import TimedStreamer
 from fastspec.programs.texts import until_end
 
+pytestmark = pytest.mark.usefixtures("quick")
 torch.set_num_threads(1)  # models this small lose time to more, and workers share the cores
 VERSIONS = {"torch", "triton", "transformers", "fastspec", "commit"}
 ENVIRONMENT = {"device", "dtype", "threads", "load", "date", "weight_bytes", "read_gb_per_s", *VERSIONS}
@@ -42,8 +42,7 @@ def saved(tmp_path_factory) -> Path:
         ("model", 1),
         ("ends", 4),
     ):  # the first never says its end token here, the second after 18 tokens
-        small_target(seed, peak=0.2).save_pretrained(folder / name)
-        small_tokenizer().save_pretrained(folder / name)
+        save_with_tokenizer(small_target(seed, peak=0.2), folder / name)
     texts = ["w9 w12 w40", "w5 w6 w7 w8 w9", "w100 w4 w4", "w77 w30 w31 w8"]
     rows = [{"id": f"p{i}", "category": "ab"[i // 2], "turns": [text, "never asked"]} for i, text in enumerate(texts)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.bench import quick  # noqa: F401
-from helpers.heads import EAGLE1, as_eagle, as_eagle3, write
+from helpers.heads import EAGLE1, as_eagle, save_eagle3, write
 from helpers.models import tiny_head, tiny_model
 from helpers.tokenizers import DRAFT, TARGET
 from hypothesis import given
@@ -28,6 +27,8 @@ from fastspec.patches.session import session_of
 from fastspec.programs.bench import methods, run, run_bench
 from fastspec.programs.bench.report import print_report
 from fastspec.programs.cli.app import app
+
+pytestmark = pytest.mark.usefixtures("quick")
 
 DRAFTED = ("head", "draft_model", "early_exit")
 ALL = [
@@ -58,9 +59,8 @@ def saved(tmp_path_factory) -> Path:
     for name, (each, tokenizer) in made.items():
         each.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-    for name in ("head", "head-eagle"):
-        (folder / name).mkdir()
-    write(folder / "head", *as_eagle3(tiny_head(model), embedding))
+    save_eagle3(tiny_head(model), folder / "head", taps=(2, 4, 5))
+    (folder / "head-eagle").mkdir()
     write(folder / "head-eagle", *as_eagle(tiny_head(model, **{**EAGLE1, "draft_vocab_size": 97}), embedding))
     rows = [{"id": text, "category": text[0], "prompt": text} for text in ("abcdxyz12bca", "xyabcdQR")]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -169,9 +169,7 @@ def test_a_draft_model_of_either_tokenizer(saved: Path, monkeypatch, draft: str)
 def test_heads_of_one_kind_are_compared_in_one_run(saved: Path, monkeypatch) -> None:
     """Each on an instance of its own that shares the weights; nothing stays patched."""
     loaded = load_model(str(saved / "model"))[0]
-    (saved / "second").mkdir()
-    embedding = loaded.get_input_embeddings().weight.detach().clone()
-    write(saved / "second", *as_eagle3(tiny_head(loaded, seed=7), embedding))
+    save_eagle3(tiny_head(loaded, seed=7), saved / "second", taps=(2, 4, 5))
     seen: dict[str, tuple[Any, Any]] = {}
     real = run.ask
 

@@ -3,7 +3,6 @@ and a bigram's wit."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.bench import benchmark
 from helpers.models import tiny_head
-from helpers.training import small_target, small_tokenizer
+from helpers.training import save_with_tokenizer, small_target
 from typer.testing import CliRunner
 
 from fastspec.errors import Unsupported
@@ -22,8 +22,8 @@ from fastspec.programs.bench.report import differing, summarise
 from fastspec.programs.cli.app import app
 from fastspec.programs.training.heads import save_head
 
+pytestmark = pytest.mark.usefixtures("quick")
 torch.set_num_threads(1)
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 STAND_IN = """
 import json, os, types
 __version__ = "0.0.stand-in"
@@ -83,8 +83,6 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "vllm.py").write_text(STAND_IN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("STAND_IN_SEEN", str(tmp_path / "seen.jsonl"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("fastspec.programs.compare.read_bandwidth", lambda device: 1e9)
     return tmp_path / "seen.jsonl"
 
 
@@ -93,8 +91,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model, its tokenizer, a head for it and two prompts, in a folder."""
     folder = tmp_path_factory.mktemp("bench")
     target = small_target(1, peak=0.2)
-    target.save_pretrained(folder / "model")
-    small_tokenizer().save_pretrained(folder / "model")
+    save_with_tokenizer(target, folder / "model")
     save_head(tiny_head(target, taps=(1, 2, 3)), folder / "head", "a card")
     rows = [
         {"id": f"p{i}", "category": "a", "turns": [text]} for i, text in enumerate(("w9 w12 w40", "w5 w6 w7 w8 w9"))
@@ -251,11 +248,9 @@ def test_an_unknown_engine_is_refused(saved: Path) -> None:
 
 
 @pytest.fixture
-def peers(monkeypatch: pytest.MonkeyPatch) -> Any:
+def peers() -> Any:
     """benchmarks/peers.py."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    return importlib.import_module("peers")
+    return benchmark("peers")
 
 
 def sides(rows: list[dict]) -> list[tuple]:

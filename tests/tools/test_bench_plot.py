@@ -3,11 +3,10 @@ number."""
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.bench import BENCHMARKS, benchmark
 from helpers.examples import examples
 from hypothesis import Phase, given
 from hypothesis import strategies as st
@@ -15,17 +14,13 @@ from hypothesis import strategies as st
 from fastspec.programs.bench.methods import PEERS
 
 pytest.importorskip("matplotlib")
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 METHODS = (*PEERS, "autoregressive", "speculative", "nasd", "eagle", "eagle2", "eagle3", "someones-own")
 WHERE = {"model": "m", "device": "cpu", "dtype": "float32", "threads": 2, "batch": 1, "max_new_tokens": 9}
 
 
 @pytest.fixture(scope="module")
 def plot() -> Any:
-    """The script as a module."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        return importlib.import_module("plot")
+    return benchmark("plot")
 
 
 def row(method: str, category: str, speed: float) -> dict[str, Any]:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.training import small_target, small_tokenizer
+from helpers.training import save_with_tokenizer, small_target
 from typer.testing import CliRunner
 
 from fastspec.programs.bench import run_bench
 from fastspec.programs.cli.app import app
 
+pytestmark = pytest.mark.usefixtures("quick")
 torch.set_num_threads(1)  # models this small lose time to more, and workers share the cores
 
 
@@ -20,19 +21,11 @@ torch.set_num_threads(1)  # models this small lose time to more, and workers sha
 def saved(tmp_path_factory) -> Path:
     """A tiny model with its tokenizer, and a file of two prompts, in a folder."""
     folder = tmp_path_factory.mktemp("bench")
-    small_target(1, peak=0.2).save_pretrained(folder / "model")
-    small_tokenizer().save_pretrained(folder / "model")
+    save_with_tokenizer(small_target(1, peak=0.2), folder / "model")
     (folder / "prompts.jsonl").write_text(
         "".join(json.dumps({"prompt": text}) + "\n" for text in ("w9 w12 w40", "w5 w6 w7 w8 w9"))
     )
     return folder
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch) -> None:
-    """Runs on the CPU, wherever the tests run; the bandwidth needs no half gigabyte here."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("fastspec.programs.compare.read_bandwidth", lambda device: 1e9)
 
 
 def bench(saved: Path, *arguments: str):

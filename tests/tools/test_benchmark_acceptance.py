@@ -3,7 +3,6 @@ differ."""
 
 from __future__ import annotations
 
-import importlib
 import json
 from functools import cache
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.heads import as_eagle3, write
+from helpers.bench import benchmark
+from helpers.heads import save_eagle3
 from helpers.models import tiny_head, tiny_model
 from helpers.training import small_target, small_tokenizer
 from hypothesis import given
@@ -22,7 +22,7 @@ from fastspec.generation.stats import Stats
 from fastspec.patches.assistants.mtp import new_mtp, saved_mtp
 from fastspec.patches.hf.cache import CACHE, kept_cache
 
-pytestmark = pytest.mark.slow  # of a script that is run by hand
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("on_cpu")]  # of a script that is run by hand
 
 TOKENS = 20
 TEXTS = ["w9 w12 w40", "w5 w6 w7 w8 w9", "w100 w4 w4", "w77 w30 w31 w8", "w64"]
@@ -31,10 +31,7 @@ VERSIONS = {"torch", "triton", "transformers", "fastspec", "commit"}
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    """The benchmark as a module, whose folder is on the path only while it is imported."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-        return importlib.import_module("acceptance")
+    return benchmark("acceptance")
 
 
 @pytest.fixture(scope="module")
@@ -47,17 +44,9 @@ def saved(tmp_path_factory) -> Path:
     tokenizer = small_tokenizer()
     tokenizer.chat_template = None  # answers follow a prompt's last word
     tokenizer.save_pretrained(folder / "model")
-    (folder / "head").mkdir()
-    config, state = as_eagle3(tiny_head(target), target.get_input_embeddings().weight.detach().clone())
-    write(folder / "head", config | {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}, state)
+    save_eagle3(tiny_head(target), folder / "head")
     (folder / "words.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
     return folder
-
-
-@pytest.fixture(autouse=True)
-def on_cpu(monkeypatch) -> None:
-    """Runs on the CPU, wherever the tests run."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 def rows_of(script: Any, saved: Path, *arguments: str) -> list[dict[str, Any]]:
@@ -151,11 +140,8 @@ def test_a_row_says_which_tree_was_measured_and_chosen(script, saved: Path) -> N
 
 
 def test_several_heads_are_measured_in_one_run_as_by_themselves(script, saved: Path) -> None:
-    target = small_target(10, peak=0.2)
     other = saved / "other"
-    other.mkdir(exist_ok=True)
-    config, state = as_eagle3(tiny_head(target, seed=5), target.get_input_embeddings().weight.detach().clone())
-    write(other, config | {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}, state)
+    save_eagle3(tiny_head(small_target(10, peak=0.2), seed=5), other)
     heads, shared = [str(saved / "head"), str(other)], ["--assistants", "autoregressive", "eagle3", "--tree", "20,3,6"]
     plain, *both = rows_of(script, saved, *shared, "--head", *heads)
     assert plain["assistant"] == "autoregressive" and [row["head"] for row in both] == heads

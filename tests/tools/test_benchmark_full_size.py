@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.bench import benchmark
 from helpers.models import tiny_model
 
 from fastspec.patches.assistants import smaller_heads
 from fastspec.patches.assistants.speculative import read_parameters
 from fastspec.patches.hf.cache import kept_cache
 
+pytestmark = pytest.mark.usefixtures("on_cpu")
 MIXTURE = (
     "mixtral",
     {
@@ -34,16 +34,7 @@ EXPERTS = 6 * 8 * 3 * 64 * 96 * 4  # layers, experts, gate, up and down, fp32
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    """The benchmark as a module, whose folder is on the path only while it is imported."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-        return importlib.import_module("full_size")
-
-
-@pytest.fixture(autouse=True)
-def on_cpu(monkeypatch) -> None:
-    """Runs on the CPU, wherever the tests run."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return benchmark("full_size")
 
 
 @pytest.mark.parametrize(

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 
 import pytest
-import torch
+from helpers.bench import benchmark
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+pytestmark = pytest.mark.usefixtures("on_cpu")
 
 
 @pytest.mark.slow
-def test_every_number_of_clients_is_a_row_of_every_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    script, out = importlib.import_module("open_batch"), tmp_path / "rows.jsonl"
+def test_every_number_of_clients_is_a_row_of_every_turn(tmp_path: Path) -> None:
+    script, out = benchmark("open_batch"), tmp_path / "rows.jsonl"
     given = "--shape tiny --rows 2 --clients 1 3 --loads plain auto --draft-vocab 64 --tokens 4 --repeats 2"
     script.main([*given.split(), "--out", str(out)])
     rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
@@ -29,10 +26,8 @@ def test_every_number_of_clients_is_a_row_of_every_turn(tmp_path: Path, monkeypa
         script.main([])
 
 
-def test_every_tree_and_number_of_rows_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    script, out = importlib.import_module("open_batch"), tmp_path / "rows.jsonl"
+def test_every_tree_and_number_of_rows_is_a_row(tmp_path: Path) -> None:
+    script, out = benchmark("open_batch"), tmp_path / "rows.jsonl"
     given = ["--shape", "tiny", "--draft-vocab", "64", "--rows", "2", "3", "--trees", "plain", "4,2,1", "--times", "2"]
     script.main([*given, "--tokens", "4", "--repeats", "1", "--out", str(out)])
     rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]

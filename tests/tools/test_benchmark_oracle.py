@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
@@ -12,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.bench import benchmark
 from helpers.captured import stand_in
 from helpers.models import tiny_head, tiny_model
 
 import fastspec
 
+pytestmark = pytest.mark.usefixtures("on_cpu")
 SURVIVAL = (0.9, 0.7, 0.4, 0.2)
 RECURRENT_MIXTURE = (
     "qwen3_5_moe_text",
@@ -42,16 +43,7 @@ NEVER = {"do_sample": False, "eos_token_id": 1000, "pad_token_id": 0}
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    """The benchmark as a module, whose folder is on the path only while it is imported."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-        return importlib.import_module("oracle")
-
-
-@pytest.fixture(autouse=True)
-def on_cpu(monkeypatch) -> None:
-    """Runs on the CPU, wherever the tests run."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return benchmark("oracle")
 
 
 def known(script: Any, rows: int, tokens: int) -> tuple[Any, Any, torch.Tensor, torch.Tensor]:
@@ -115,7 +107,7 @@ def test_rows_say_how_much_faster_an_acceptance_is(script, tmp_path, monkeypatch
 @pytest.mark.slow
 def test_a_served_shape_answers_every_prompt_whole_and_the_same_with_and_without_drafts(script, monkeypatch) -> None:
     """Of any prompts, which the oracle was told nothing of; no token ends an answer, and all have a text."""
-    full_size = importlib.import_module("full_size")
+    full_size = benchmark("full_size")
     monkeypatch.setitem(full_size.SHAPES["tiny"][1], "vocab_size", 50_000)
     asked = SimpleNamespace(prefix=60, tokens=100, head="eagle3", draft_vocab=512, backend="auto", dtype="float32")
     asked.rows = [3]
@@ -139,7 +131,7 @@ def test_a_served_shape_answers_every_prompt_whole_and_the_same_with_and_without
 def test_an_mtp_layer_drafts_for_experts_that_are_independent_or_the_same(
     script, collapsed, tmp_path, monkeypatch
 ) -> None:
-    full_size = importlib.import_module("full_size")
+    full_size = benchmark("full_size")
     monkeypatch.setitem(full_size.SHAPES, "experts", RECURRENT_MIXTURE)
     monkeypatch.setattr(script, "WARM", 1)
     torch.manual_seed(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import json
 import re
 import sys
@@ -11,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from helpers.bench import BENCHMARKS, benchmark
 from transformers.utils import import_utils
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
 SHARED = ("common",)
-SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in SHARED)
+SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py") if path.stem not in SHARED)
 NEEDS = {"drafter": "triton", "plot": "matplotlib", "serving": "openai"}
 """Script -> what it needs that not every environment of the tests has."""
 REFUSED = {
@@ -31,18 +29,16 @@ SMALL = {"parallel": "--shapes tiny --prefix 9 --tokens 4 --draft-vocab 64 --dty
 
 
 @pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Any:
+def load(on_cpu: None) -> Any:
     def found(name: str) -> Any:
         pytest.importorskip(NEEDS.get(name, "torch"))
-        return importlib.import_module(name)
+        return benchmark(name)
 
-    monkeypatch.syspath_prepend(str(FOLDER))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return found
 
 
 def test_no_file_takes_the_name_of_a_package_that_transformers_looks_for_or_of_pythons_own() -> None:
-    names = {path.stem for path in FOLDER.glob("*.py")}
+    names = {path.stem for path in BENCHMARKS.glob("*.py")}
     looked_for = {
         name.removeprefix("is_").removesuffix("_available")
         for name in vars(import_utils)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.bench import benchmark
 
 
 @pytest.fixture(scope="module")
 def versions() -> Any:
-    """The benchmark as a module."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-        yield importlib.import_module("versions")
+    return benchmark("versions")
 
 
 @pytest.fixture

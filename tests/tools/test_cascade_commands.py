@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.cascade import trained
-from helpers.training import small_target, small_tokenizer, write_prompts
+from helpers.training import save_with_tokenizer, small_target, write_prompts
 from typer.testing import CliRunner
 
 import fastspec
@@ -31,8 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model = small_target()
         with torch.no_grad():
             model.lm_head.weight.add_(noise * torch.randn(128, 64, generator=torch.Generator().manual_seed(0)))
-        model.save_pretrained(found / name)
-        small_tokenizer().save_pretrained(found / name)
+        save_with_tokenizer(model, found / name)
     trained(STAGES).save(found / "predictor.safetensors")
     stage = fastspec.Stage(str(found / "small"), name="small")
     given: dict[str, Any] = {"label": "large", "predictor": str(found / "predictor.safetensors"), "price": 60}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from helpers.chat import make_chat, screen
-from helpers.training import small_target, small_tokenizer
+from helpers.training import save_with_tokenizer, small_target
 from typer.testing import CliRunner
 
 import fastspec
@@ -21,8 +21,7 @@ from fastspec.programs.cli.app import app
 def model(tmp_path_factory) -> str:
     """A tiny model with its tokenizer, in a folder."""
     folder = tmp_path_factory.mktemp("saved")
-    for part in (small_target(), small_tokenizer()):
-        part.save_pretrained(folder)
+    save_with_tokenizer(small_target(), folder)
     return str(folder)
 
 

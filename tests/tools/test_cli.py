@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 from helpers.cli import HEAD, check_demo, run
-from helpers.heads import as_eagle3, write
+from helpers.heads import save_eagle3
 from helpers.models import tiny_head
-from helpers.training import small_target, small_tokenizer
+from helpers.training import save_with_tokenizer, small_target
 from rich.console import Console
 
 from fastspec.generation.stats import Stats
@@ -27,11 +27,8 @@ from fastspec.programs.demo import Result, print_table, run_demo
 def saved(tmp_path_factory) -> Path:
     """A tiny model with its tokenizer, and a head for it, in folders."""
     folder, target = tmp_path_factory.mktemp("demo"), small_target()
-    for part in (target, small_tokenizer()):
-        part.save_pretrained(folder / "model")
-    (folder / "head").mkdir()
-    config, state = as_eagle3(tiny_head(target), target.get_input_embeddings().weight.detach().clone())
-    write(folder / "head", config | {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}, state)
+    save_with_tokenizer(target, folder / "model")
+    save_eagle3(tiny_head(target), folder / "head")
     return folder
 
 

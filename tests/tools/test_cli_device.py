@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.heads import as_eagle3, write
+from helpers.heads import save_eagle3
 from helpers.models import tiny_head
-from helpers.training import small_target, small_tokenizer
+from helpers.training import save_with_tokenizer, small_target
 from typer.testing import CliRunner
 
 from fastspec.errors import Unsupported
@@ -21,11 +21,8 @@ from fastspec.programs.cli.app import app
 def saved(tmp_path_factory) -> Path:
     """A tiny model with its tokenizer, and a head for it, in folders."""
     folder, target = tmp_path_factory.mktemp("device"), small_target()
-    for part in (target, small_tokenizer()):
-        part.save_pretrained(folder / "model")
-    (folder / "head").mkdir()
-    config, state = as_eagle3(tiny_head(target), target.get_input_embeddings().weight.detach().clone())
-    write(folder / "head", config | {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}, state)
+    save_with_tokenizer(target, folder / "model")
+    save_eagle3(tiny_head(target), folder / "head")
     return folder
 
 

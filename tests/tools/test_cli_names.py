@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 from helpers.cli import run
-from helpers.heads import EAGLE1, as_eagle, as_eagle3, write
+from helpers.heads import EAGLE1, as_eagle, save_eagle3, write
 from helpers.models import tiny_head
-from helpers.training import small_target, small_tokenizer
+from helpers.training import save_with_tokenizer, small_target
 
 import fastspec
 from fastspec.config import STORAGES
@@ -32,19 +32,13 @@ from fastspec.programs.training import TrainConfig
 def saved(tmp_path_factory) -> Path:
     """A tiny model with its tokenizer, two EAGLE-3 heads and an EAGLE-1/2 head for it, and a head for another."""
     folder, target = tmp_path_factory.mktemp("names"), small_target()
-    for part in (target, small_tokenizer()):
-        part.save_pretrained(folder / "model")
+    save_with_tokenizer(target, folder / "model")
     (folder / "items.jsonl").write_text('{"prompt": "w5"}\n')
+    save_eagle3(tiny_head(target), folder / "head")
+    save_eagle3(tiny_head(target), folder / "other", taps=(0, 2, 40))
+    (folder / "older").mkdir()
     embedding = target.get_input_embeddings().weight.detach().clone()
-    config, state = as_eagle3(tiny_head(target), embedding)
-    made = {
-        "head": (config | {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}, state),
-        "other": (config | {"eagle_aux_hidden_state_layer_ids": [0, 2, 40]}, state),
-        "older": as_eagle(tiny_head(target, **{**EAGLE1, "draft_vocab_size": 128}), embedding),
-    }
-    for name, files in made.items():
-        (folder / name).mkdir()
-        write(folder / name, *files)
+    write(folder / "older", *as_eagle(tiny_head(target, **{**EAGLE1, "draft_vocab_size": 128}), embedding))
     return folder
 
 

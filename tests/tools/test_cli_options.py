@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.heads import as_eagle3, write
+from helpers.heads import save_eagle3
 from helpers.models import tiny_head
 from helpers.seq2seq import tiny_seq2seq
-from helpers.training import small_target, small_tokenizer
+from helpers.training import save_with_tokenizer, small_target
 from typer.testing import CliRunner
 
 import fastspec
@@ -26,26 +26,17 @@ from fastspec.programs.bench.methods import BUNDLED, read_rows
 from fastspec.programs.cli import options
 from fastspec.programs.cli.app import app
 
+pytestmark = pytest.mark.usefixtures("quick")
+
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
     """A tiny decoder-only model and a tiny T5, each with a tokenizer, and a head for the first."""
     folder = tmp_path_factory.mktemp("options")
     for name, model in (("model", small_target()), ("t5", tiny_seq2seq("t5", vocab_size=128))):
-        model.save_pretrained(folder / name)
-        small_tokenizer().save_pretrained(folder / name)
-    (folder / "head").mkdir()
-    target = small_target()
-    config, state = as_eagle3(tiny_head(target), target.get_input_embeddings().weight.detach().clone())
-    write(folder / "head", config | {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}, state)
+        save_with_tokenizer(model, folder / name)
+    save_eagle3(tiny_head(small_target()), folder / "head")
     return folder
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch) -> None:
-    """Runs on the CPU, wherever the tests run; the bandwidth needs no half gigabyte here."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("fastspec.programs.compare.read_bandwidth", lambda device: 1e9)
 
 
 def run(*arguments: str):

@@ -13,19 +13,20 @@ from fastspec.models import _read_once, fast_reader, load_model
 gguf = pytest.importorskip("gguf")
 
 
+def write(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 @pytest.fixture
 def path(tmp_path):
     """A file with a name for its architecture and one tensor."""
     writer = gguf.GGUFWriter(tmp_path / "small.gguf", "llama")
     writer.add_block_count(2)
     writer.add_tensor("output_norm.weight", numpy.ones(4, dtype=numpy.float32))
-    for write in (
-        writer.write_header_to_file,
-        writer.write_kv_data_to_file,
-        writer.write_tensors_to_file,
-        writer.close,
-    ):
-        write()
+    write(writer)
     return tmp_path / "small.gguf"
 
 
@@ -94,13 +95,7 @@ def varied(request, tmp_path):
         getattr(writer, f"add_{add}")(f"some.{name}", 5)
     writer.add_bool("some.bool", True)
     writer.add_tensor("output_norm.weight", numpy.arange(63, dtype=numpy.float32))
-    for write in (
-        writer.write_header_to_file,
-        writer.write_kv_data_to_file,
-        writer.write_tensors_to_file,
-        writer.close,
-    ):
-        write()
+    write(writer)
     return tmp_path / "varied.gguf"
 
 

@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers.training import settings, small_target, small_texts, small_tokenizer, whole_run, write_prompts
+from helpers.training import (
+    save_with_tokenizer,
+    settings,
+    small_target,
+    small_texts,
+    small_tokenizer,
+    whole_run,
+    write_prompts,
+)
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -173,8 +181,7 @@ def test_one_command_called_until_it_is_done_equals_one_call(tmp_path: Path, mon
 
 
 def test_the_command_trains_a_saved_model(tmp_path: Path) -> None:
-    small_target().save_pretrained(tmp_path / "model")
-    small_tokenizer().save_pretrained(tmp_path / "model")
+    save_with_tokenizer(small_target(), tmp_path / "model")
     prompts = write_prompts(tmp_path / "prompts.jsonl", 40)
     options = {
         "target": tmp_path / "model",

@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from helpers.examples import examples
 from helpers.models import tiny_head
-from helpers.training import VOCAB, settings, small_target, small_texts, small_tokenizer, write_prompts
+from helpers.training import VOCAB, save_with_tokenizer, settings, small_target, small_texts, write_prompts
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -299,8 +299,7 @@ def test_settings_that_cannot_be_are_refused(bad: dict[str, object], tmp_path: P
 
 
 def test_the_command_trains_it(tmp_path: Path) -> None:
-    small_target().save_pretrained(tmp_path / "model")
-    small_tokenizer().save_pretrained(tmp_path / "model")
+    save_with_tokenizer(small_target(), tmp_path / "model")
     options = {
         "target": tmp_path / "model",
         "kind": "eagle",

@@ -58,16 +58,12 @@ def attention_layout(
     depths: Tensor | None = None,
     ring: int | None = None,
 ) -> TreeLayout:
-    """Lay out tree attention: prefix [B] int64 slots are seen by all, then `tail` slots by ancestor bits.
+    """Lay out tree attention as the reference does, for kernels that read prefixes, bits and positions in the place of
+    a mask.
 
-    Bit j of words [B, N, W] int64 (last dimension contiguous) says whether the node sees tail slot j; words=None means
-    a chain (slot j is seen by nodes j, j+1, ...). Slots from `extent` on are not read; the caller keeps prefix + tail
-    <= extent, which only chooses how many programs a launch has. `group` is the number of query heads per key head.
-
-    A `span` cuts what is seen by positions: that of a prefix slot is its number, that of tail slot j, which is node j,
-    is prefix + depths[b, j] (int64 [B, N], last dimension contiguous, none negative; None: j). What lies before the
-    first position that a query sees is not read. With a `ring`, which only a span can have, slot p stands in slot p %
-    ring of the cache. Raises ValueError for what it does not accept.
+    words and depths are contiguous in their last dimension, and no depth is negative. `extent` only chooses how many
+    programs a launch has; what lies before the first position that a query sees is not read. Only a span can have a
+    ring. Raises ValueError for what it does not accept.
     """
     expect("attention_layout", ("B",), torch.int64, prefix=prefix)
     expect("attention_layout", (len(prefix), nodes, "W"), torch.int64, PACKED, words=words)

@@ -266,15 +266,12 @@ def tree_attention(
     sinks: Tensor | None = None,
     cap: float | None = None,
 ) -> Tensor:
-    """Attention of q [B, N, Hq, D] over cached k, v [B, Hkv, C, D] under a layout made for Hq / Hkv -> [B, N, Hq, D]
-    contiguous.
+    """The reference's attention, contiguous: products accumulate in fp32, and the weights are rounded to the dtype
+    before they meet the values.
 
-    q, k, v are of one dtype (fp32, fp16, bf16) and contiguous in their last dimension, strided otherwise; D is 1 to 512
-    and the scale is positive. `sinks` [Hq] of these dtypes, contiguous, are logits that join the sum of a head's
-    weights beside the scores, once for every query, and bring no value (gpt-oss); with a positive `cap` the scaled
-    scores s become cap * tanh(s / cap) before masking (Gemma 2). Products accumulate in fp32, and the weights are
-    rounded to the dtype before they meet the values. A row that sees nothing is zero. Raises ValueError for what it
-    does not accept.
+    q, k, v are of one dtype (fp32, fp16, bf16) and contiguous in their last dimension, strided otherwise; sinks are of
+    these dtypes and contiguous. D is 1 to 512, the scale and the cap are positive. A row that sees nothing is zero.
+    Raises ValueError for what it does not accept.
     """
     _check(q, k, v, layout, scale, sinks, cap)
     batch, nodes, _, size = q.shape

@@ -1,11 +1,9 @@
 """Moves of a commit: accepted slots of every layer's keys and values, the slots of the accepted path, and the emitted
 tokens.
 
-L layers, B rows, Hkv key heads, C cache slots, D and Dv sizes of a key and a value, P slots moved per row. A program
-moves the P vectors of one layer, row and head (a slice of their channels where P is large): keys and values are all
-read before any is written.
-
-B rows (sequences), N nodes of a row's tree, P nodes of the longest path.
+L layers, B rows (sequences), Hkv key heads, C cache slots, D and Dv sizes of a key and a value, N nodes of a row's
+tree, P of its longest path, and so slots moved. A program moves the P vectors of one layer, row and head (a slice of
+their channels where P is large): keys and values are all read before any is written.
 """
 
 from __future__ import annotations

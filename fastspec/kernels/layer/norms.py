@@ -4,9 +4,8 @@ A row alone lets the kernel behind it start before it waits: a product asks for 
 row, that made a token of the 8B shape 0.6 % and of the 1.5B shape 1.8 % shorter; a round of 60 nodes 0.3 % longer and
 1.3 % shorter, so that more rows wait first (tag `laboratory`, benchmarks/results/full_size_steps_h200.jsonl).
 
-x, residual, out, total [..., H] with rows a fixed distance apart, weight [H]; R rows in all.
-
-R rows of D channels, whose gates lie in wider rows of a product.
+x, residual, out, total [..., H] with rows a fixed distance apart, weight [H]; R rows in all. Of heads rows have D
+channels, and their gates lie in wider rows of a product.
 """
 
 from __future__ import annotations

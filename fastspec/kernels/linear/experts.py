@@ -1,19 +1,19 @@
 """A mixture of experts: the router's choice, tokens grouped by expert on the device, two grouped products, and a
 weighted sum.
 
-T tokens, E experts in G groups of equal size, K choices. A program lays a token's logits out as G rows, both sides
-padded to powers of two, so that a group's best are a row's.
+T tokens, K experts per token, E experts, H hidden size, I expert size. Of experts that are chosen by groups the
+router's program lays a token's logits out with a row for each group, both sides padded to powers of two, so that a
+group's best are a row's.
 
-T tokens, K experts per token, M = T * K pairs (pair t * K + k is token t's k-th choice), E experts, H hidden size, I
-expert size. Pairs are ordered by expert, equal experts in the order of the tokens; G = min(M, E) groups, a group being
-one expert's run of pairs in that order or nothing. A program takes a group and TILE rows of its expert's weight: with
-up to `large` pairs the weight is read once, and only the chosen experts' weights are read. Of many pairs, those of a
-prompt, several programs take `large` at a time in turns: a router may send most of them to few experts, and one program
-that took all would leave other multiprocessors idle. Programs of one group are neighbours in the grid: its weight is
-read again for every `large` pairs, out of the L2 while they run side by side. Tensor cores work as long for a tile of
-pairs that is half empty as for a full one, so there are three sizes of it. The products are computed as weight @ x^T:
-the weight's rows fill the tensor cores however few the pairs are. An expert's weights lie with their inputs side by
-side, or, TRANSPOSED, with their outputs side by side; both are read as they lie.
+M = T * K pairs (pair t * K + k is token t's k-th choice) are ordered by expert, equal experts in the order of the
+tokens; G = min(M, E) groups, a group being one expert's run of pairs in that order or nothing. A program takes a group
+and TILE rows of its expert's weight: with up to `large` pairs the weight is read once, and only the chosen experts'
+weights are read. Of many pairs, those of a prompt, several programs take `large` at a time in turns: a router may send
+most of them to few experts, and one program that took all would leave other multiprocessors idle. Programs of one group
+are neighbours in the grid: its weight is read again for every `large` pairs, out of the L2 while they run side by side.
+Tensor cores work as long for a tile of pairs that is half empty as for a full one, so there are three sizes of it. The
+products are computed as weight @ x^T: the weight's rows fill the tensor cores however few the pairs are. An expert's
+weights lie with their inputs side by side, or, TRANSPOSED, with their outputs side by side; both are read as they lie.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Linear layers of few rows in Triton, as fast as their weights can be read; whole, or as parts that the next kernel
 adds up.
 
-R rows, K input channels, M output channels. A program takes BM output channels and their whole depth, in steps of BK. A
-tile [BM, BK] of the weights is the left operand of the product, so that the tensor cores' 64 (or 16) lines are output
-channels and their narrow side is BR, the rows padded to a power of 2. One row has a kernel of its own, row.py, and so
-have few rows or few weights on Hopper, hopper.py.
+R rows, K input channels, M output channels, S parts. A program takes BM output channels and their whole depth, in steps
+of BK. A tile [BM, BK] of the weights is the left operand of the product, so that the tensor cores' 64 (or 16) lines are
+output channels and their narrow side is BR, the rows padded to a power of 2. One row has a kernel of its own, row.py,
+and so have few rows or few weights on Hopper, hopper.py.
 
-R rows, K input channels, M output channels, S parts. A program takes BM output channels and one part of the depth:
-tiles wide enough that the rows are seldom read again, and one program for each multiprocessor. Nobody waits for the
-others: what waits for the sums is the next launch, which reads them where it would have read the product (`rms_norm`).
+Of a product in parts a program takes one part of the depth: tiles wide enough that the rows are seldom read again, and
+one program for each multiprocessor. Nobody waits for the others: what waits for the sums is the next launch, which
+reads them where it would have read the product (`rms_norm`).
 """
 
 from __future__ import annotations

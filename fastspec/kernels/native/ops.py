@@ -53,7 +53,7 @@ def rows_of(x: Tensor) -> Tensor | None:
 
 
 def by_onednn(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`onednn.through_onednn`, laid out as the kernels read it."""
+    """`cpu.through_onednn`, laid out as the kernels read it."""
     return cpu.through_onednn(rows, weight, bias).contiguous()
 
 
@@ -108,7 +108,7 @@ class Native:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """`reference.linear`, by whichever of MKL, oneDNN and the kernel is the quickest here for such a product; of
-        more than 64 rows as `onednn.linear` does, and of what is not of such a dtype and contiguous by torch. In
+        more than 64 rows as `cpu.linear` does, and of what is not of such a dtype and contiguous by torch. In
         bfloat16 by the kernel alone, so that a node's result is that of the token by itself, but for more than 64 rows
         where the processor multiplies such numbers for torch too."""
         multiply = self.way(x, weight, bias)

@@ -1,9 +1,8 @@
 """The convolution of Gated DeltaNet along every node's ancestors, and accepted paths taken into the states of all
 layers.
 
-B rows (sequences), N nodes per row, C channels, K width of the convolution, L layers, P nodes of the longest path.
-
-L layers, B rows, N nodes of a row's tree, P of its longest path; heads and sizes as in `delta.py`.
+L layers, B rows (sequences), N nodes of a row's tree, P of its longest path, C channels, K width of the convolution;
+heads and sizes as in `delta.py`.
 """
 
 from __future__ import annotations

@@ -156,24 +156,23 @@ def sequence_state(
     prompt, each layer's where it computes. Where it is `bounded`, layers keep no more than the span that they see.
     `first` is that of `SequenceState`."""
     dtype, owners, devices = dtype_of(model), kept_by(model.config), layer_devices(model)
-    kinds: list[tuple[Any, ...]] = []
-    layers = zip(spans, layer_shapes(model.config), recurrent_layers(model.config), strict=True)
-    for span, (heads, *sizes), recurrent in layers:
-        of_keys = span if bounded else None, local_heads(model, heads), *sizes
-        kinds.append(("recurrent",) if recurrent else of_keys)
-    keys = list(zip(kinds, devices, strict=True))
-    of = {key: [layer for layer in dict.fromkeys(owners) if keys[layer] == key] for key in keys}
+    shapes, recurrent = layer_shapes(model.config), recurrent_layers(model.config)
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for layer in dict.fromkeys(owners):
+        span = spans[layer] if bounded else None
+        alike.setdefault((recurrent[layer], span, shapes[layer], devices[layer]), []).append(layer)
     made: list[LayerState] = []
-    for (key, device), held in of.items():
-        if key == ("recurrent",):
-            made.append(DeltaState(len(held), rows, tail, delta_shape(model.config), dtype=dtype, device=device))
-        elif key[0] is None:
-            made.append(FullAttentionState(len(held), rows, *key[1:], dtype=dtype, device=device))
+    for (has_delta, span, (heads, key, value), device), held in alike.items():
+        count, heads = len(held), local_heads(model, heads)
+        if has_delta:
+            made.append(DeltaState(count, rows, tail, delta_shape(model.config), dtype=dtype, device=device))
+        elif span is None:
+            made.append(FullAttentionState(count, rows, heads, key, value, dtype=dtype, device=device))
         else:
-            ring = ring_of(key[0], tail, chunk)
-            made.append(WindowState(len(held), rows, *key[1:], span=key[0], ring=ring, dtype=dtype, device=device))
-    found = list(of)
-    order = [(found.index(keys[owner]), of[keys[owner]].index(owner)) for owner in owners]
+            ring = ring_of(span, tail, chunk)
+            made.append(WindowState(count, rows, heads, key, value, span=span, ring=ring, dtype=dtype, device=device))
+    places = {layer: (part, at) for part, held in enumerate(alike.values()) for at, layer in enumerate(held)}
+    order = [places[owner] for owner in owners]
     return SequenceState(
         made, rows=rows, capacity=capacity, tail=tail, device=device_of(model), order=order, first=first
     )

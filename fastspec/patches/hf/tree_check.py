@@ -29,6 +29,7 @@ from fastspec.patches.hf.compat import (
     dtype_of,
     every_module,
     has_global_hooks,
+    is_autocast,
     is_out_of_memory,
     keep_hooks,
     own_buffers,
@@ -133,9 +134,9 @@ def _computed(model: Any) -> torch.dtype:
     """The coarsest dtype that a pass computes in; torch's dynamically quantised layers round as bf16 does."""
     if any(type(module).__module__.startswith("torch.ao.nn.quantized.dynamic") for module in model.modules()):
         return torch.bfloat16
-    kind = device_of(model).type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
+    device = device_of(model)
+    if is_autocast(device):
+        return torch.get_autocast_dtype(device.type)
     return autocast_inside(model) or dtype_of(model)
 
 

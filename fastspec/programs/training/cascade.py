@@ -18,6 +18,7 @@ from fastspec.cascade.predictor import Predictor
 
 Row = dict[str, Any]
 PRICES = 41
+"""Points of a frontier."""
 ROUNDS = 20
 """Doublings in the search for the prices at which every item stops at stage 0, and none does before its best stage."""
 
@@ -81,7 +82,7 @@ def stops(solver: Solver, held: ScoredTable, price: float) -> Tensor:
     return torch.tensor([stop(item) for item in range(len(held.table.ids))])
 
 
-def prices_of(solver: Solver, held: ScoredTable, start: float, count: int = PRICES) -> list[float]:
+def prices_of(solver: Solver, held: ScoredTable, start: float) -> list[float]:
     """Prices in equal ratios from one at which every item stops at stage 0 to one after which nothing changes."""
     low, high = start, 2 * start
     for _ in range(ROUNDS):
@@ -93,7 +94,7 @@ def prices_of(solver: Solver, held: ScoredTable, start: float, count: int = PRIC
         if torch.equal(stops(solver, held, high), final):
             break
         high *= 2
-    return [low * (high / low) ** (step / (count - 1)) for step in range(count)]
+    return [low * (high / low) ** (step / (PRICES - 1)) for step in range(PRICES)]
 
 
 def frontier_rows(

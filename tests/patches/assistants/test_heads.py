@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.heads import BASE, as_speculators, logits, make_head, write
 from helpers.models import tiny_head, tiny_model
-from helpers.training import small_tokenizer
+from helpers.training import save_with_tokenizer
 from typer.testing import CliRunner
 
 from fastspec.errors import CheckpointError
@@ -252,8 +252,7 @@ def test_a_verdict_names_the_state_fed_back_where_the_second_step_alone_tells():
 
 def test_inspect_prints_the_verdict_behind_the_readings(tmp_path, make_target):
     target, head = make_target(), fitting()
-    target.save_pretrained(tmp_path / "target")
-    small_tokenizer().save_pretrained(tmp_path / "target")
+    save_with_tokenizer(target, tmp_path / "target")
     (tmp_path / "head").mkdir()
     write(tmp_path / "head", *as_speculators(head, target.get_input_embeddings().weight.detach().clone()))
     arguments = [

@@ -13,6 +13,7 @@ import torch
 from helpers.generate import prompts, shallow_model
 from helpers.heads import as_speculators, make_head, write
 from helpers.models import tiny_head, tiny_model
+from helpers.threads import in_threads
 from transformers import BatchEncoding, BertConfig, BertLMHeadModel, GenerationConfig, StoppingCriteriaList
 
 import fastspec
@@ -313,11 +314,7 @@ def test_threads_get_their_own_answers(model: Any) -> None:
         start.wait()
         found[index] = model.generate(prompts[index], **GREEDY, assistant=("eagle3", "autoregressive", None)[index % 3])
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(prompts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=300)
+    in_threads(work, len(prompts))
     assert all(torch.equal(found[index], out) for index, out in enumerate(expected))
     assert len(fastspec.report(model).calls) == 4
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.devices import CPU, CUDA
 from helpers.generate import prompts
 from helpers.models import tiny_head, tiny_model
 from torch import Tensor
@@ -23,13 +24,6 @@ from fastspec.patches.checks import self_check
 from fastspec.patches.checks.rows import CHECKS
 from fastspec.patches.checks.self_check import REFERENCE, difference, has_kernel, phase_difference, unlike
 
-CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-)
-CPU = pytest.param(
-    "cpu",
-    marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a CUDA device"),
-)
 HALVES = [pytest.param("cpu", torch.float16, marks=CPU.marks)]  # bf16 is wrong in the interpreter
 HALVES += [pytest.param("cuda", dtype, marks=CUDA.marks) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
 OTHERS_NEEDED = {

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.devices import CUDA
 from helpers.generate import SHALLOW, TREE, free, prompts
 from helpers.models import tiny_head, tiny_model
 from torch.nn.modules import module as modules
@@ -20,19 +21,7 @@ ROWS = prompts(5, 9)
 ASSISTANTS = "autoregressive", "nasd", "speculative", TREE
 
 
-DEVICES = pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-            ],
-        ),
-    ],
-)
+DEVICES = pytest.mark.parametrize("device", ["cpu", CUDA])
 
 
 def _patched(kind: str, device: str = "cpu", **over: Any) -> Any:

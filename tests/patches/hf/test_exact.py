@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.devices import INTERPRETED
 from helpers.generate import SHALLOW, TREE, prompts
 from helpers.gptq import packed_layers
 from helpers.kernels import add_in_order
@@ -91,7 +92,7 @@ def test_other_kernels_and_dtypes_are_refused_by_name() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a CUDA device")
+@INTERPRETED
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "glm4_moe"])
 def test_a_tree_scores_by_the_bits_of_one_token_at_a_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In Triton's interpreter, whose products are made to add up in order: of one row, and beside another."""

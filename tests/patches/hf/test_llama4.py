@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.captured import stand_in
-from helpers.generate import free, prompts
+from helpers.generate import conversation, free, prompts
 from helpers.models import tiny_head, tiny_model
 from torch import Tensor
 from transformers import Llama4TextConfig
@@ -19,7 +19,6 @@ import fastspec
 from fastspec.generation import layer_state
 from fastspec.kernels.layer import reference as layer_reference
 from fastspec.kernels.linear import reference
-from fastspec.patches.hf.cache import CACHE, kept_cache
 from fastspec.patches.hf.families import ADAPTERS
 from fastspec.patches.hf.layers import position_factor
 from fastspec.patches.hf.model import HFModel
@@ -119,31 +118,14 @@ def test_published_sizes_of_chunks_and_scales(monkeypatch: pytest.MonkeyPatch) -
 def test_turns_go_on_from_a_returned_cache() -> None:
     model = llama4()
 
-    def conversation(**options: Any) -> list[list[int]]:
-        ids, past, found = BATCH["input_ids"], None, []
-        for turn in range(3):
-            out = model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=9,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-                return_dict_in_generate=True,
-                **{CACHE: past},
-                **(options if turn != 1 else {}),
-            )
-            past = kept_cache(out)
-            found.append(out.sequences.tolist())
-            ids = torch.cat(
-                (out.sequences, torch.randint(3, 90, (3, 3), generator=torch.Generator().manual_seed(turn))), 1
-            )
-        return found
+    def texts(options: dict[str, Any]) -> list[list[list[int]]]:
+        """Of three turns, the second of which is transformers' own."""
+        return [out.sequences.tolist() for out in conversation(model, BATCH, [options, {}, options])]
 
-    expected = conversation()
+    expected = texts({})
     with fastspec.patched(model, eagle3=tiny_head(model)):
         for assistant in ("autoregressive", "nasd", TREE):
-            assert conversation(assistant=assistant) == expected, assistant
+            assert texts({"assistant": assistant}) == expected, assistant
 
 
 def test_padding_that_would_scale_queries_is_refused() -> None:

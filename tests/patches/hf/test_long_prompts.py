@@ -6,17 +6,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from helpers.captured import stand_in
+from helpers.devices import CUDA
 from helpers.generate import free, prompts
 from helpers.models import tiny_head, tiny_model
 
 import fastspec
 from fastspec.generation import layer_state, target
 
-CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-)
 KINDS = "llama", "gemma3_text", "gpt_oss", "qwen3_5_text", "mixtral"
 """Plain layers, windows in some layers, sinks and experts, recurrent layers, experts."""
 ROOM = 6000

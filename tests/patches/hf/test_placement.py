@@ -9,6 +9,7 @@ from typing import Any
 import accelerate
 import pytest
 import torch
+from helpers.devices import ON_CUDA
 from helpers.generate import TREE, prompts
 from helpers.models import tiny_head, tiny_model
 from torch import nn
@@ -23,9 +24,8 @@ from fastspec.patches.session import session_of
 
 OPTIONS = {"do_sample": False, "max_new_tokens": 24}
 ASSISTANTS = ("autoregressive", TREE, "nasd")
-GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 TWO_GPUS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")]
-PLACES = [pytest.param(*places, marks=GPU) for places in (("cpu", "cuda:0"), ("cuda:0", "cpu"))]
+PLACES = [pytest.param(*places, marks=ON_CUDA) for places in (("cpu", "cuda:0"), ("cuda:0", "cpu"))]
 PLACES += [pytest.param(*places, marks=TWO_GPUS) for places in (("cuda:0", "cuda:1"), ("cuda:1", "cuda:0"))]
 
 

@@ -6,21 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.devices import CUDA
 from helpers.families import recurrent
-from helpers.generate import Oracle, OwnProcessor, free, prompts
+from helpers.generate import Oracle, OwnProcessor, conversation, free, prompts
 from helpers.models import tiny_head, tiny_model
 
 import fastspec
 from fastspec import Unsupported
 from fastspec.generation.tree import TokenTree
-from fastspec.patches.hf.cache import CACHE, kept_cache
+from fastspec.patches.hf.cache import kept_cache
 
 NEW = 16
 ROWS = prompts(5, 11)
 KINDS = "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"
-CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-)
 
 
 class Branches(Oracle):
@@ -104,47 +102,30 @@ def test_turns_go_on_from_a_cache(lengths: tuple[int, ...], options: dict[str, A
     """The cache that a call leaves, and what the next says behind it, where rows end anywhere in a round or before the
     others."""
     model = recurrent()
-    expected = conversation(model, lengths, options)
+    expected = texts_and_states(model, lengths, [options] * 3)
     fastspec.patch(model)
-    known = Branches([[]], set())
-    for assistant in ("nasd", known):
-        found = conversation(model, lengths, {**options, "assistant": assistant}, expected)
+    widths = [max(lengths), *(len(texts[0]) + 3 for texts, _ in expected)]
+    oracles = [
+        Branches([text[width:] for text in texts], set(range(len(lengths))))
+        for (texts, _), width in zip(expected, widths, strict=False)
+    ]
+    for first, last in (("nasd", "nasd"), (oracles[0], oracles[2])):
+        turns = [{**options, "assistant": first}, options, {**options, "assistant": last}]
+        found = texts_and_states(model, lengths, turns)
         for (text, cache), (wanted, wanted_cache) in zip(found, expected, strict=True):
             assert text == wanted
             for mine, theirs in zip(cache, wanted_cache, strict=True):
                 torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
-def conversation(
-    model: Any, lengths: tuple[int, ...], options: dict[str, Any], known: list[Any] | None = None
-) -> list[Any]:
-    """Texts and the cache's tensors after each of three turns; the second is transformers' own."""
-    inputs, past, found = prompts(*lengths), None, []
-    for turn in range(3):
-        given = dict(options) if turn != 1 else {name: each for name, each in options.items() if name != "assistant"}
-        if known is not None and isinstance(given.get("assistant"), Branches):
-            width = inputs["input_ids"].shape[1]
-            given["assistant"] = Branches([row[width:] for row in known[turn][0]], set(range(len(lengths))))
-        out = model.generate(
-            **inputs,
-            max_new_tokens=9,
-            do_sample=False,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            **{CACHE: past},
-            **{"eos_token_id": None, **given},
-        )
-        past = kept_cache(out)
-        held = [
-            (layer.conv_states[0], layer.recurrent_states[0]) for layer in past.layers if hasattr(layer, "conv_states")
-        ]
-        held += [(layer.keys, layer.values) for layer in past.layers if hasattr(layer, "keys")]
+def texts_and_states(model: Any, lengths: tuple[int, ...], turns: list[dict[str, Any]]) -> list[Any]:
+    """Texts and the cache's tensors after each turn."""
+    found = []
+    for out in conversation(model, prompts(*lengths), turns):
+        layers = kept_cache(out).layers
+        held = [(layer.conv_states[0], layer.recurrent_states[0]) for layer in layers if hasattr(layer, "conv_states")]
+        held += [(layer.keys, layer.values) for layer in layers if hasattr(layer, "keys")]
         found.append((out.sequences.tolist(), [each.clone() for pair in held for each in pair]))
-        more = torch.randint(3, 90, (len(lengths), 3), generator=torch.Generator().manual_seed(turn))
-        ids = torch.cat((out.sequences, more), 1)
-        mask = torch.ones_like(ids)
-        mask[:, : inputs["attention_mask"].shape[1]] = inputs["attention_mask"]
-        inputs = {"input_ids": ids, "attention_mask": mask}
     return found
 
 

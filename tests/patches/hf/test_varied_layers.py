@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.generate import free, prompts
+from helpers.devices import CUDA
+from helpers.generate import conversation, free, prompts
 from helpers.models import tiny_head, tiny_model
 
 import fastspec
-from fastspec.patches.hf.cache import CACHE, kept_cache
+from fastspec.patches.hf.cache import kept_cache
 
 SPAN, NEW = 8, 18
 ROWS = prompts(5, 11)
@@ -36,9 +37,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "shared, wide": {"num_kv_shared_layers": 2, "attention_k_eq_v": True, "use_double_wide_mlp": True},
     "experts": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
 }
-CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-)
 
 
 def varied(kind: str, seed: int = 0, **over: Any) -> Any:
@@ -81,36 +79,22 @@ def test_early_layers_draft_though_they_share_keys() -> None:
 @pytest.mark.parametrize("kind", ["plain", "shared keys", "values are keys"])
 def test_turns_go_on_from_a_cache(kind: str) -> None:
     model = varied(kind)
-    expected = conversation(model, {})
+    expected = texts_and_caches(model, {})
     fastspec.patch(model)
-    found = conversation(model, {"assistant": "nasd"})
+    found = texts_and_caches(model, {"assistant": "nasd"})
     for (text, cache), (wanted, wanted_cache) in zip(found, expected, strict=True):
         assert text == wanted
         for mine, theirs in zip(cache, wanted_cache, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
 
 
-def conversation(model: Any, options: dict[str, Any]) -> list[Any]:
+def texts_and_caches(model: Any, options: dict[str, Any]) -> list[Any]:
     """Texts, and what the cache holds of real tokens, after each of three turns."""
-    inputs, past, found = ROWS, None, []
-    for turn in range(3):
-        out = model.generate(
-            **inputs,
-            max_new_tokens=9,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            **{CACHE: past},
-            **options,
-        )
-        past = kept_cache(out)
-        more = torch.randint(3, 90, (2, 3), generator=torch.Generator().manual_seed(turn))
-        ids = torch.cat((out.sequences, more), 1)
-        mask = torch.ones_like(ids)
-        mask[:, : inputs["attention_mask"].shape[1]] = inputs["attention_mask"]
-        kept = [each for layer in past.layers if layer.keys is not None for each in (layer.keys, layer.values)]
-        real = mask[:, :-4, None]
-        found.append((out.sequences.tolist(), [each * real[:, None, -each.shape[2] :] for each in kept]))
-        inputs = {"input_ids": ids, "attention_mask": mask}
+    found = []
+    for out in conversation(model, ROWS, [options] * 3):
+        layers = [layer for layer in kept_cache(out).layers if layer.keys is not None]
+        real = torch.ones_like(out.sequences[:, :-1])
+        real[:, : ROWS["attention_mask"].shape[1]] = ROWS["attention_mask"]
+        kept = [each for layer in layers for each in (layer.keys, layer.values)]
+        found.append((out.sequences.tolist(), [each * real[:, None, -each.shape[2] :, None] for each in kept]))
     return found

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from helpers.devices import CUDA
 from helpers.generate import OwnProcessor, free
 from helpers.models import tiny_head, tiny_model
 from helpers.sweep import tiny
@@ -46,9 +47,6 @@ ADAPTED = (
     "llama4",
 )
 GENERIC = ("glm4v",)
-CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-)
 
 
 def without_images(inputs: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from helpers.captured import stand_in
+from helpers.devices import CUDA
 from helpers.families import KINDS, NEW, SPAN, windowed
-from helpers.generate import OwnProcessor, free, prompts
+from helpers.generate import OwnProcessor, conversation, free, prompts
 from helpers.models import tiny_head
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
@@ -37,11 +38,6 @@ def short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_state, "SLACK", 4)
     monkeypatch.setattr(layer_state, "STEP", LEAST_RING if torch.cuda.is_available() else 1)
     monkeypatch.setattr("fastspec.generation.target.NARROW", 4)
-
-
-CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-)
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
@@ -78,11 +74,11 @@ def test_padded_chunks_end_where_the_buffers_of_a_ring_do(kind: str, monkeypatch
     of them."""
     stand_in(monkeypatch)
     model = windowed(kind)
-    expected, turns = free(model, ROWS, NEW), conversation(model, (5, 11), {})
+    expected, turns = free(model, ROWS, NEW), texts_and_shapes(model, (5, 11), {})
     with fastspec.patched(model, eagle3=tiny_head(model)):
         for assistant in ("autoregressive", TREE):
             assert free(model, ROWS, NEW, assistant=assistant) == expected, assistant
-            assert conversation(model, (5, 11), {"assistant": assistant}) == turns, assistant
+            assert texts_and_shapes(model, (5, 11), {"assistant": assistant}) == turns, assistant
 
 
 def test_a_draft_keeps_no_more_of_a_text_than_its_window() -> None:
@@ -135,36 +131,20 @@ def test_calls_in_lockstep_keep_to_the_window() -> None:
 )
 def test_turns_go_on_from_caches_that_dropped_what_is_out_of_sight(kind: str, lengths: tuple[int, ...]) -> None:
     model = windowed(kind)
+    expected = texts_and_shapes(model, lengths, {})
     fastspec.patch(model, speculative=windowed(kind, 1))
-    expected = conversation(model, lengths, {})
     for assistant in ASSISTANTS:
-        assert conversation(model, lengths, {"assistant": assistant}) == expected, assistant
+        assert texts_and_shapes(model, lengths, {"assistant": assistant}) == expected, assistant
     fastspec.unpatch(model)
-    assert conversation(model, lengths, {}) == expected
+    assert texts_and_shapes(model, lengths, {}) == expected
 
 
-def conversation(model: Any, lengths: tuple[int, ...], options: dict[str, Any]) -> list[Any]:
+def texts_and_shapes(model: Any, lengths: tuple[int, ...], options: dict[str, Any]) -> list[Any]:
     """Texts and the shapes of the cache after each of three turns; the second is transformers' own."""
-    inputs, past, found = prompts(*lengths), None, []
-    for turn in range(3):
-        out = model.generate(
-            **inputs,
-            max_new_tokens=9,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            **{CACHE: past},
-            **(options if turn != 1 else {}),
-        )
-        past = kept_cache(out)
-        found.append((out.sequences.tolist(), [tuple(layer.keys.shape) for layer in past.layers]))
-        more = torch.randint(3, 90, (len(lengths), 3), generator=torch.Generator().manual_seed(turn))
-        ids = torch.cat((out.sequences, more), 1)
-        mask = torch.ones_like(ids)
-        mask[:, : inputs["attention_mask"].shape[1]] = inputs["attention_mask"]
-        inputs = {"input_ids": ids, "attention_mask": mask}
-    return found
+    return [
+        (out.sequences.tolist(), [tuple(layer.keys.shape) for layer in kept_cache(out).layers])
+        for out in conversation(model, prompts(*lengths), [options, {}, options])
+    ]
 
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma2", "granite_swa"])

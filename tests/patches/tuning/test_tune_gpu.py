@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.devices import ON_CUDA
 from helpers.generate import prompts
 from helpers.models import tiny_head, tiny_model
 
@@ -12,7 +13,7 @@ import fastspec
 from fastspec import files
 from fastspec.kernels import tuned_launches
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = ON_CUDA
 HALF = torch.bfloat16
 PLACES = [
     ("linear", (1, 960, 576, HALF), (1, 960, 576, HALF)),

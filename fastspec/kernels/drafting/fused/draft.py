@@ -343,13 +343,12 @@ def draft_space(
     top_k: int,
     depth: int,
     programs: int | None = None,
-    launch: dict[str, int] | None = None,
 ) -> DraftSpace:
     """Buffers for launches of `rows` batch rows with `pairs` accepted pairs each (0: none is fed) and trees of top_k
     and depth.
 
-    `programs` must fit on the device together; None takes two per multiprocessor where they do. `launch` replaces
-    entries of the table in `_tiles`. Raises ValueError for sizes that make no tree and for an unknown entry.
+    `programs` must fit on the device together; None takes two per multiprocessor where they do. Raises
+    ValueError for sizes that make no tree.
     """
     w, c, device = weights.tensors, weights.config, weights.tensors.fc.device
     (vocabulary, width), inner, size = w.lm_head.shape, w.down.shape[1], c.head_dim
@@ -361,11 +360,9 @@ def draft_space(
     most, words = rows * max(pairs, top_k), -(-depth * top_k // 64) or 1
     sizes = {"D": size, "BM": _power(heads // kv_heads * max(pairs, top_k), 16)}
     meta: dict[str, Any] = _tiles(w.fc.dtype, most)
-    if not (launch or {}).keys() <= meta.keys():
-        raise ValueError(f"launch={launch}; accepted entries are {', '.join(meta)}")
     stage = max((meta["BN"] + meta["BR"]) * meta["BK"], (meta["BV"] + meta["BR"]) * meta["BKV"]) * w.fc.element_size()
     meta["STAGES"] = stages_within(meta["STAGES"], stage, device)
-    meta |= sizes | (launch or {}) | ({} if device.type == "cuda" else {"AHEAD": 0, "AHEAD_LONG": 0})
+    meta |= sizes | ({} if device.type == "cuda" else {"AHEAD": 0, "AHEAD_LONG": 0})
     grid = _programs(device, w.fc.dtype, meta) if programs is None else programs
     outputs = {"S_FC": (width, w.fc.shape[1]), "S_QKV": w.qkv.shape, "S_O": w.o.shape, "S_DOWN": w.down.shape}
     splits = {name: _parts(-(-n // meta["BN"]), -(-k // meta["BK"]), grid) for name, (n, k) in outputs.items()}
