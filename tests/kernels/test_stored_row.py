@@ -13,7 +13,9 @@ from helpers.stored import float8, packed, rows8, table4
 
 from fastspec.kernels.linear.reference import GELU_TANH, SILU
 from fastspec.kernels.quantised import hopper, reference, row
+from fastspec.kernels.quantised.launches import StoredLaunch, StoredRowLaunch
 from fastspec.kernels.quantised.reference import StoredWeight
+from fastspec.patches.tuning import candidates
 
 
 def halved(*given, **options):
@@ -77,13 +79,26 @@ def test_a_gate_and_an_up_part(layout, kind):
     assert bool(((out.double() - wanted[0]).abs() <= wide[0]).all())
 
 
-@pytest.mark.parametrize("shares, size, stages", [(4, 64, 2), (4, 64, 5), (8, 64, 3), (4, 128, 4), (8, 128, 2)])
-def test_launches_give_the_same_bits(shares, size, stages):
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("layout", ["int8 by lines", "e4m3 in blocks of 128", "4 bits by groups of 128", "nf4, nested"])
+def test_launches_that_are_tuned_give_the_same_bits(layout, gated, monkeypatch):
+    """What `fastspec.tune` tries for a row; launches of tiles differ in their stages and in nothing else."""
+    monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
     torch.manual_seed(2)
-    weight, x = packed(4, 128, 32, 2048, torch.bfloat16, zeros=True)[0], torch.randn(1, 2048).bfloat16()
-    usual, other = row.launched([weight], False), row.form_of([weight], False, shares, size, stages)
-    assert usual is not None and other is not None
-    assert torch.equal(emulator.stored_row(x, [weight], [None], other), emulator.stored_row(x, [weight], [None], usual))
+    weights = [LAYOUTS[layout](16, 2048, torch.bfloat16)[0] for _ in range(1 + gated)]
+    x, biases = torch.randn(1, 2048).bfloat16(), [None] * len(weights)
+    tried = candidates._of_stored(x, weights, gated, False)
+    rows = [launch for launch in tried if isinstance(launch, StoredRowLaunch)]
+    forms = [row.launched(weights, gated, tuned=launch) for launch in rows]
+    assert len(set(forms)) == len(rows) > 2 and None not in forms
+    outs = [emulator.stored_row(x, weights, biases, form) for form in forms[:: 1 + 2 * gated]]
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    usual = row.launched(weights, gated)
+    assert usual is None or usual in forms
+    for count in (1, 20, 60):
+        tiles = [launch for launch in tried if isinstance(launch, StoredLaunch)]
+        found = {hopper.launch_of(weights, count, gated, most_stages=launch.stages) for launch in tiles}
+        assert len({replace(launch, stages=0, ahead=0) for launch in found}) == 1
 
 
 @pytest.mark.parametrize("stages", [2, 3, 5])

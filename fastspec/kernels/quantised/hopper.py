@@ -630,7 +630,9 @@ def takes(x: Tensor, weight: StoredWeight) -> bool:
     return aligned and stepped and depth >= STEP and pair_assembly(weight.kind, x.dtype, False) is not None
 
 
-def launch_of(weights: Sequence[StoredWeight], rows: int, gated: bool, apart: bool = False) -> HopperLaunch:
+def launch_of(
+    weights: Sequence[StoredWeight], rows: int, gated: bool, apart: bool = False, most_stages: int = STAGES
+) -> HopperLaunch:
     """The launch of weights beside each other, or of a gate and an up part; with `apart` of programs for each part of a
     depth, that are left to a norm. They were found on an H200 for the shapes of a model of 8 billion weights, over
     weights that were not in the L2. How parts are summed changes no bit. As many programs stand side by side on a
@@ -662,10 +664,10 @@ def launch_of(weights: Sequence[StoredWeight], rows: int, gated: bool, apart: bo
     depth = next((each for each in (512, 256) if each <= most and cut % each == 0), STEP)
     stage = depth * (channels * bits // 8 + 2 * wide)
     scratch = channels * wide * 2 if ring else 0  # for the change of layout of what is written
-    stages = max(2, min((SHARED // here - TABLE * table - scratch) // stage, STAGES))
+    stages = max(2, min((SHARED // here - TABLE * table - scratch) // stage, most_stages))
     if series > 1:  # a stage for either half at least
         kept = 4 * channels * wide * (series == 4)
-        stages = max(4, min((SHARED - TABLE * table - kept) // stage, 2 * STAGES) // 2 * 2)
+        stages = max(4, min((SHARED - TABLE * table - kept) // stage, 2 * most_stages) // 2 * 2)
     if table:  # else the launcher grants a program 48 KiB, this table among them
         stages = max(stages, (48 << 10) // stage + 1)
     return HopperLaunch(channels, depth, stages, stages, parts if apart else 1, wide, side, series, ring=ring)

@@ -13,6 +13,7 @@ product of the dequantised weight.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,8 +31,9 @@ from fastspec.kernels.linear.reference import SILU, Activation, Parts
 from fastspec.kernels.linear.swiglu import gated
 from fastspec.kernels.quantised import reference
 from fastspec.kernels.quantised.conversions import assembly
-from fastspec.kernels.quantised.hopper import SIDEWAYS, hopper_stored, operands_of, parts_of, takes
+from fastspec.kernels.quantised.hopper import SIDEWAYS, STAGES, hopper_stored, operands_of, parts_of, takes
 from fastspec.kernels.quantised.hopper import launch_of as hopper_launch_of
+from fastspec.kernels.quantised.launches import StoredLaunch, TunedLaunch, tuned
 from fastspec.kernels.quantised.reference import Codes, Numbers, StoredWeight
 from fastspec.kernels.quantised.row import launched, stored_row
 
@@ -40,6 +42,8 @@ TALLEST = 64
 FEW_ROWS, MOST_ROWS, SHORT = 8, 256, 4096
 """Rows times parts above which parts are left to the norm behind a product, rows up to which, and the depth up to which
 it is only up to the rows of a low tile."""
+OPS = "stored", "stored_gate_up"
+"""Names of products, without and with a gate, in what was tuned."""
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 UNSIGNED = tl.constexpr(int(Numbers.UNSIGNED))
@@ -427,7 +431,8 @@ def linear_parts(x: Tensor, weights: Sequence[StoredWeight], biases: Sequence[Te
         return linear(x, weights[0], biases[0]) if len(weights) == 1 else linears(x, weights, biases)
     channels = sum(weight.shape[0] for weight in weights)
     out = torch.empty((parts, *x.shape[:-1], channels), dtype=torch.float32, device=x.device)
-    hopper_stored(flat, weights, biases, out, hopper_launch_of(weights, rows, False, apart=True))
+    most = stages_of(tuned("stored_parts", flat, weights, biases))
+    hopper_stored(flat, weights, biases, out, hopper_launch_of(weights, rows, False, True, most))
     return Parts(out, x.dtype)
 
 
@@ -470,15 +475,32 @@ def _multiply(
     kind: Activation | None = None,
 ) -> None:
     """`_launch` by the launch for x [R, K], or Hopper's own kernels."""
-    hopper = all(takes(x, weight) for weight in weights)
-    alone = hopper and len(x) == 1 and x.dtype == torch.bfloat16
-    form = launched(weights, kind is not None, kind or SILU, biases[0] is not None) if alone else None
+    hopper, gated, found = (
+        all(takes(x, weight) for weight in weights),
+        kind is not None,
+        tuned(OPS[kind is not None], x, weights, biases),
+    )
+    form = None
+    if hopper and len(x) == 1 and x.dtype == torch.bfloat16 and not isinstance(found, StoredLaunch):
+        form = launched(weights, gated, kind or SILU, biases[0] is not None, found)
     if form is not None:
         stored_row(x, weights, biases, out, form)
     elif hopper:
-        hopper_stored(x, weights, biases, out, hopper_launch_of(weights, len(x), kind is not None), kind)
+        launch = hopper_launch_of(weights, len(x), gated, most_stages=stages_of(found))
+        hopper_stored(x, weights, biases, out, launch, kind)
     else:
-        _launch(x, weights, biases, out, launch_of(weights[0], len(x)), kind)
+        usual = launch_of(weights[0], len(x))
+        usual = (
+            replace(usual, stages=found.stages, warps=found.warps or usual.warps)
+            if isinstance(found, StoredLaunch)
+            else usual
+        )
+        _launch(x, weights, biases, out, usual, kind)
+
+
+def stages_of(found: TunedLaunch | None) -> int:
+    """Stages of a launch on Hopper at the most."""
+    return found.stages if isinstance(found, StoredLaunch) else STAGES
 
 
 def _launch(

@@ -27,6 +27,7 @@ from fastspec.kernels.linear.reference import SILU, Activation
 from fastspec.kernels.quantised import row_programs as programs
 from fastspec.kernels.quantised.conversions import pair_table
 from fastspec.kernels.quantised.hopper import TABLE, operands_of, parts_of
+from fastspec.kernels.quantised.launches import StoredRowLaunch
 from fastspec.kernels.quantised.reference import StoredWeight
 
 SHARED, HALF = 227 << 10, 112 << 10
@@ -389,10 +390,14 @@ def _launches(weights: Sequence[StoredWeight], gated: bool) -> Iterator[tuple[in
 
 
 def launched(
-    weights: Sequence[StoredWeight], gated: bool, kind: Activation = SILU, biased: bool = False
+    weights: Sequence[StoredWeight],
+    gated: bool,
+    kind: Activation = SILU,
+    biased: bool = False,
+    tuned: StoredRowLaunch | None = None,
 ) -> RowForm | None:
-    """The form of the launch of weights side by side, or of a gate and an up part: the first that leaves room for a
-    second program, or the first at all. None where this kernel takes none."""
+    """The form of the launch of weights side by side, or of a gate and an up part: the tuned one's, or the first that
+    leaves room for a second program, or the first at all. None where this kernel takes none."""
     one = weights[0]
     nested = () if one.nested is None else (one.nested.table, one.nested.factors, one.nested.offset)
     known = all(each.dtype == torch.float32 for each in nested) if nested else one.scales.dtype in SCALES
@@ -400,6 +405,8 @@ def launched(
     alike = {(weight.scales.dtype, weight.codes.stride(0), weight.block[0] * gated) for weight in weights}
     if not known or not aligned or len(alike) > 1 or (one.nested is not None and one.nested.block % 4):
         return None
+    if tuned is not None:
+        return form_of(weights, gated, tuned.shares, tuned.size, tuned.stages, kind, biased)
     if not gated and one.kind.table and sum(weight.shape[0] for weight in weights) > AT_ONCE:
         return None
     if (

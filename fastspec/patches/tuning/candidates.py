@@ -4,7 +4,7 @@ turns, so that weights do not come from the L2 cache."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -21,10 +21,22 @@ from fastspec.kernels.attention.reference import tree_attention as plain_attenti
 from fastspec.kernels.linear import hopper, linear
 from fastspec.kernels.linear import reference as products
 from fastspec.kernels.linear.launches import HopperLaunch, Launch, RowLaunch
+from fastspec.kernels.linear.reference import SILU
+from fastspec.kernels.quantised import hopper as stored_hopper
+from fastspec.kernels.quantised import linear as stored
+from fastspec.kernels.quantised import reference as stored_products
+from fastspec.kernels.quantised.launches import StoredKind, StoredLaunch, StoredRowLaunch
+from fastspec.kernels.quantised.reference import Nested, Numbers, StoredWeight
+from fastspec.kernels.quantised.row import launched
 from fastspec.kernels.tuned_launches import Place, forced
 
-KINDS: dict[str, Any] = {"rows": Launch, "row": RowLaunch, "hopper": HopperLaunch, "tree": TreeLaunch}
+KINDS: dict[str, Any] = {
+    **{"rows": Launch, "row": RowLaunch, "hopper": HopperLaunch, "tree": TreeLaunch},
+    **{"stored": StoredLaunch, "stored_row": StoredRowLaunch},
+}
 """The names of launches in the file that keeps them."""
+STORED = (*stored.OPS, "stored_parts")
+"""Products of stored weights, whose launches all give the same bits."""
 COPIES_OF = 128 << 20
 """Bytes that copies of what a launch reads make together, more than the L2 cache of any GPU."""
 MOST_COPIES = 16
@@ -32,7 +44,8 @@ MOST_COPIES = 16
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A place, its launches, and how one runs on a copy's number; `reference` gives the first copy's result."""
+    """A place, its launches, and how one runs on a copy's number; `reference` gives the first copy's result. With
+    `same_bits` only launches that give the bits of the one in use are right."""
 
     op: str
     place: Place
@@ -41,6 +54,7 @@ class Trial:
     run: Callable[[Any, int], Any]
     reference: Callable[[], Any]
     copies: int
+    same_bits: bool = False
 
 
 def normal(*shape: int, like: tuple[torch.dtype, torch.device], scale: float = 1.0) -> Tensor:
@@ -55,6 +69,8 @@ def copies_of(size: int) -> int:
 
 def trial(op: str, place: Place, about: Any, device: torch.device) -> Trial:
     """Trial at a place of an op."""
+    if op in STORED:
+        return _stored(op, place, about, device)
     return (_attention if op in ("tree_attention", "few_attention") else _product)(op, place, about, device)
 
 
@@ -109,6 +125,75 @@ def _of_parts(rows: int, depth: int, on_hopper: bool) -> list[Any]:
     return found
 
 
+def _stored(op: str, place: Place, about: Any, device: torch.device) -> Trial:
+    rows, channels, depth, dtype, kind = about
+    copies, gate, parted = (
+        copies_of(bytes_of(op, about)),
+        SILU if op == "stored_gate_up" else None,
+        op == "stored_parts",
+    )
+    x = normal(rows, depth, like=(dtype, device))
+    first = [stored_like(kind, count, depth, dtype, device) for count in channels]
+    weights = [first, *([replace(each, codes=each.codes.clone()) for each in first] for _ in range(copies - 1))]
+    biases = [normal(count, like=(dtype, device)) if kind.biased else None for count in channels]
+
+    def once(launch: Any, copy: int) -> Any:
+        with forced(op, device, place, launch):
+            if parted:
+                return stored.linear_parts(x, weights[copy], biases)
+            return stored.linears(x, weights[copy], biases, gate)
+
+    launches = _of_stored(x, first, gate is not None, parted)
+    reference = partial(stored_products.linears, x, first, biases, gate)
+    return Trial(op, place, about, tuple(launches), once, reference, copies, same_bits=True)
+
+
+def stored_like(kind: StoredKind, channels: int, depth: int, dtype: torch.dtype, device: torch.device) -> StoredWeight:
+    """Random weight [channels, depth] of a kind, whose products are as large as a row's numbers."""
+    codes, like = kind.codes, {"device": device}
+    words = torch.randint(256, (channels, depth * codes.bits // 8), dtype=torch.uint8, **like)
+    if codes.numbers == Numbers.E4M3:
+        words &= 0xBF  # numbers below 2, and none that is none
+    group = kind.block[1] or depth
+    sizes = -(-channels // kind.block[0]), -(-depth // group)
+    largest = 1.0 if codes.numbers in (Numbers.TABLE, Numbers.E4M3) else 2.0 ** (codes.bits - 1)
+    scales = torch.rand(sizes, **like).add_(0.5).mul_(depth**-0.5 / largest)
+    nested, zeros = None, None
+    if kind.nested:
+        factors = scales.new_ones(-(-scales.numel() // kind.nested))
+        nested = Nested(
+            scales.flatten()[:256].repeat(-(-256 // scales.numel()))[:256], factors, scales.new_zeros(()), kind.nested
+        )
+        scales = torch.randint(256, sizes, dtype=torch.uint8, **like)
+    if kind.zeros == torch.int32:
+        zeros = torch.randint(2**31 - 1, (-(-channels * codes.bits // 32), sizes[1]), dtype=torch.int32, **like)
+    elif kind.zeros is not None:
+        zeros = torch.randint(-8, 8, (channels, sizes[1]), dtype=kind.zeros, **like)
+    return StoredWeight(
+        words, codes, scales.to(kind.scales), (kind.block[0], group), depth, dtype, zeros, nested=nested
+    )
+
+
+def _of_stored(x: Tensor, weights: list[StoredWeight], gated: bool, parted: bool) -> list[Any]:
+    """Launches of stored weights that keep the order of their sums: on Hopper by shares of a depth for one row and by
+    stages, elsewhere by stages and warps, whose tiles follow from the weight."""
+    rows = len(x)
+    if not all(stored_hopper.takes(x, weight) for weight in weights):
+        usual = stored.launch_of(weights[0], rows)
+        warps = (4, 8) if usual.channels >= 64 else (2, 4, 8)
+        return [StoredLaunch(*each) for each in product((2, 3, 4, 6, 8), warps)]
+    found: dict[Any, Any] = {}  # a form -> its first launch
+    for stages in range(2, stored_hopper.STAGES + 1):
+        found.setdefault(stored_hopper.launch_of(weights, rows, gated, parted, stages), StoredLaunch(stages))
+    if rows == 1 and x.dtype == torch.bfloat16 and not parted:
+        for each in product((1, 2, 4, 8), (64, 128, 256), (2, 3, 4)):
+            launch = StoredRowLaunch(*each)
+            form = launched(weights, gated, tuned=launch)
+            if form is not None:
+                found.setdefault(form, launch)
+    return list(found.values())
+
+
 def _attention(op: str, place: Place, about: Any, device: torch.device) -> Trial:
     batch, nodes, heads, kv_heads, size, extent, chain, dtype = about
     like, copies = (dtype, device), copies_of(bytes_of(op, about))
@@ -144,5 +229,8 @@ def bytes_of(op: str, about: Any) -> int:
     if op in ("tree_attention", "few_attention"):
         batch, _, _, kv_heads, size, extent, _, dtype = about
         return int(2 * batch * kv_heads * extent * size * dtype.itemsize)
+    if op in STORED:
+        _, lines, depth, _, kind = about
+        return int(sum(lines) * depth * kind.codes.bits // 8)
     _, channels, depth, dtype = about
     return int(channels * depth * (2 if op == "gate_up" else 1) * dtype.itemsize)

@@ -289,6 +289,8 @@ def tune_place(trial: Any, device: torch.device) -> Tuned:
         if fault is not None:
             raise FastSpecError(f"{trial.op} {trial.about} is wrong with the launch that is used now: {fault}")
         before = seconds_of(partial(trial.run, tuned_launches.MISSING), trial.copies, device)
+        if trial.same_bits:
+            wanted = tensors(trial.run(tuned_launches.MISSING, 0))[0]
         times, refused = [], []
         for launch in trial.launches:
             fault = wrong(trial, launch, wanted)
@@ -306,7 +308,10 @@ def tune_place(trial: Any, device: torch.device) -> Tuned:
 def wrong(trial: Any, launch: Any, wanted: torch.Tensor) -> str | None:
     """Why a launch cannot be used: it does not run, or what it computes; None where it can."""
     try:
-        return unlike(tensors(trial.run(launch, 0))[0], wanted)
+        got = tensors(trial.run(launch, 0))[0]
+        if trial.same_bits and launch is not tuned_launches.MISSING and not torch.equal(got, wanted):
+            return "its bits are others than those of the launch that is used now"
+        return unlike(got, wanted)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:

@@ -23,6 +23,9 @@ from fastspec.kernels.launch import padded
 from fastspec.kernels.linear import linear
 from fastspec.kernels.linear.launches import HopperLaunch, RowLaunch
 from fastspec.kernels.linear.linear import Launch
+from fastspec.kernels.quantised import launches as stored
+from fastspec.kernels.quantised.launches import StoredKind, StoredLaunch, StoredRowLaunch, place_of
+from fastspec.kernels.quantised.reference import E4M3, INT8, NF4, PACKED4
 from fastspec.kernels.tuned_launches import MISSING
 from fastspec.patches.backends import TORCH, triton_ops
 from fastspec.patches.hf.layer_weights import pack_model
@@ -69,6 +72,24 @@ PLACES = {
     "gated rows": ("gate_up", (16, 32, 64, HALF), (5, 32, 64, HALF), Launch),
     "parts": ("linear_parts", (16, 48, 512, HALF), (5, 48, 512, HALF), Launch),
     "few queries": ("few_attention", (HALF, 16, 2, 1, 64), (1, 1, 4, 2, 16, 40, True, HALF), TreeLaunch),
+    **{
+        f"stored, {name}": (op, place_of(*about), about, StoredLaunch)
+        for name, (op, about) in {
+            "a row of bytes": (
+                "stored",
+                (1, (48, 16), 160, HALF, StoredKind(INT8, (1, 0), torch.float32, None, 0, True)),
+            ),
+            "rows of fp8": (
+                "stored",
+                (5, (48,), 256, HALF, StoredKind(E4M3, (16, 128), torch.float32, None, 0, False)),
+            ),
+            "gates of 4 bits": (
+                "stored_gate_up",
+                (5, (32, 32), 128, HALF, StoredKind(PACKED4, (1, 32), HALF, torch.int32, 0, False)),
+            ),
+            "nested scales": ("stored", (20, (48,), 128, HALF, StoredKind(NF4, (1, 64), torch.uint8, None, 16, False))),
+        }.items()
+    },
     "a tree": ("tree_attention", (HALF, 16, 2, 64, 128), (1, 20, 4, 2, 16, 90, False, HALF), TreeLaunch),
 }
 
@@ -80,7 +101,9 @@ def test_every_launch_that_is_tried_computes_what_it_should(name):
     assert any(isinstance(launch, kind) for launch in made.launches) and len(set(made.launches)) == len(made.launches)
     wanted = made.reference()
     some = [each for each in made.launches if isinstance(each, kind)][:: max(1, len(made.launches) // 3)]
-    for launch in (MISSING, made.launches[0], *some):
+    assert tune.wrong(made, MISSING, wanted) is None
+    wanted = made.run(MISSING, 0) if made.same_bits else wanted
+    for launch in (made.launches[0], *some):
         assert tune.wrong(made, launch, wanted) is None
 
 
@@ -95,7 +118,7 @@ def test_a_launch_is_used_where_it_was_tuned(name, monkeypatch):
     odd = next(launch for launch in made.launches if isinstance(launch, kind))
     seen: list[Any] = []
     find = tuned_launches.find
-    for module in (linear, linear, few_queries, tree):
+    for module in (linear, stored, few_queries, tree):
         monkeypatch.setattr(module, "find", lambda *given: seen.append(find(*given)) or seen[-1])
     made.run(odd, 0)
     assert odd in seen and tuned_launches.installed("cpu") == {}
@@ -111,6 +134,18 @@ def test_the_fastest_that_is_right_is_chosen(clock):
     assert (found.launch, found.kept, found.best_us, found.before_us) == (better, True, 5e5, 1e6)
     assert found.tried == 4 and len(found.refused) == 2
     assert "off, by up to 1" in found.refused[0] and "no launch" in found.refused[1]
+
+
+def test_a_launch_of_stored_weights_keeps_every_bit(clock):
+    """A result that rounding would allow is refused."""
+    op, place, about, _ = PLACES["stored, rows of fp8"]
+    made, near = one(op, place, about), StoredLaunch(2, 2)
+    run = made.run
+    made = replace(made, run=lambda launch, copy: run(launch, copy) * (1 + 2.0**-10 * (launch == near)))
+    clock.update({near: 0.1, StoredLaunch(3, 8): 0.5})
+    found = tune.tune_place(made, CPU)
+    assert found.launch == StoredLaunch(3, 8) and found.tried == 15
+    assert found.refused == (f"{near}: its bits are others than those of the launch that is used now",)
 
 
 @pytest.mark.parametrize(("seconds", "kept"), [(0.97, True), (0.99, False), (1.2, False)])
@@ -221,6 +256,8 @@ def test_other_places_stay_when_a_second_model_is_tuned(folder):
                 Launch(16, 128, 4, 4, tma=True),
                 HopperLaunch(64, 128, 4, 2),
                 Launch(64, 128, 4, 4, parts=2),
+                StoredLaunch(3, 4),
+                StoredRowLaunch(4, 128, 2),
                 TreeLaunch(16, 32, 4, 2, 1),
                 TreeLaunch(16, 32, 4, 2, 1, least=2),
             ]
