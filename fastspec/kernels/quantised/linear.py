@@ -475,27 +475,22 @@ def _multiply(
     kind: Activation | None = None,
 ) -> None:
     """`_launch` by the launch for x [R, K], or Hopper's own kernels."""
-    hopper, gated, found = (
-        all(takes(x, weight) for weight in weights),
-        kind is not None,
-        tuned(OPS[kind is not None], x, weights, biases),
+    hopper, found = all(takes(x, weight) for weight in weights), tuned(OPS[kind is not None], x, weights, biases)
+    form = (
+        launched(weights, kind is not None, kind or SILU, biases[0] is not None, found)
+        if hopper and len(x) == 1 and x.dtype == torch.bfloat16 and not isinstance(found, StoredLaunch)
+        else None
     )
-    form = None
-    if hopper and len(x) == 1 and x.dtype == torch.bfloat16 and not isinstance(found, StoredLaunch):
-        form = launched(weights, gated, kind or SILU, biases[0] is not None, found)
     if form is not None:
         stored_row(x, weights, biases, out, form)
     elif hopper:
-        launch = hopper_launch_of(weights, len(x), gated, most_stages=stages_of(found))
-        hopper_stored(x, weights, biases, out, launch, kind)
+        usual = hopper_launch_of(weights, len(x), kind is not None, most_stages=stages_of(found))
+        hopper_stored(x, weights, biases, out, usual, kind)
     else:
-        usual = launch_of(weights[0], len(x))
-        usual = (
-            replace(usual, stages=found.stages, warps=found.warps or usual.warps)
-            if isinstance(found, StoredLaunch)
-            else usual
-        )
-        _launch(x, weights, biases, out, usual, kind)
+        launch = launch_of(weights[0], len(x))
+        if isinstance(found, StoredLaunch):
+            launch = replace(launch, stages=found.stages, warps=found.warps or launch.warps)
+        _launch(x, weights, biases, out, launch, kind)
 
 
 def stages_of(found: TunedLaunch | None) -> int:

@@ -127,11 +127,8 @@ def _of_parts(rows: int, depth: int, on_hopper: bool) -> list[Any]:
 
 def _stored(op: str, place: Place, about: Any, device: torch.device) -> Trial:
     rows, channels, depth, dtype, kind = about
-    copies, gate, parted = (
-        copies_of(bytes_of(op, about)),
-        SILU if op == "stored_gate_up" else None,
-        op == "stored_parts",
-    )
+    copies, parted = copies_of(bytes_of(op, about)), op == "stored_parts"
+    gate = SILU if op == "stored_gate_up" else None
     x = normal(rows, depth, like=(dtype, device))
     first = [stored_like(kind, count, depth, dtype, device) for count in channels]
     weights = [first, *([replace(each, codes=each.codes.clone()) for each in first] for _ in range(copies - 1))]
@@ -150,25 +147,25 @@ def _stored(op: str, place: Place, about: Any, device: torch.device) -> Trial:
 
 def stored_like(kind: StoredKind, channels: int, depth: int, dtype: torch.dtype, device: torch.device) -> StoredWeight:
     """Random weight [channels, depth] of a kind, whose products are as large as a row's numbers."""
-    codes, like = kind.codes, {"device": device}
-    words = torch.randint(256, (channels, depth * codes.bits // 8), dtype=torch.uint8, **like)
+    codes = kind.codes
+    words = torch.randint(256, (channels, depth * codes.bits // 8), dtype=torch.uint8, device=device)
     if codes.numbers == Numbers.E4M3:
         words &= 0xBF  # numbers below 2, and none that is none
     group = kind.block[1] or depth
     sizes = -(-channels // kind.block[0]), -(-depth // group)
     largest = 1.0 if codes.numbers in (Numbers.TABLE, Numbers.E4M3) else 2.0 ** (codes.bits - 1)
-    scales = torch.rand(sizes, **like).add_(0.5).mul_(depth**-0.5 / largest)
+    scales = torch.rand(sizes, device=device).add_(0.5).mul_(depth**-0.5 / largest)
     nested, zeros = None, None
     if kind.nested:
         factors = scales.new_ones(-(-scales.numel() // kind.nested))
         nested = Nested(
             scales.flatten()[:256].repeat(-(-256 // scales.numel()))[:256], factors, scales.new_zeros(()), kind.nested
         )
-        scales = torch.randint(256, sizes, dtype=torch.uint8, **like)
+        scales = torch.randint(256, sizes, dtype=torch.uint8, device=device)
     if kind.zeros == torch.int32:
-        zeros = torch.randint(2**31 - 1, (-(-channels * codes.bits // 32), sizes[1]), dtype=torch.int32, **like)
+        zeros = torch.randint(2**31 - 1, (-(-channels * codes.bits // 32), sizes[1]), dtype=torch.int32, device=device)
     elif kind.zeros is not None:
-        zeros = torch.randint(-8, 8, (channels, sizes[1]), dtype=kind.zeros, **like)
+        zeros = torch.randint(-8, 8, (channels, sizes[1]), dtype=kind.zeros, device=device)
     return StoredWeight(
         words, codes, scales.to(kind.scales), (kind.block[0], group), depth, dtype, zeros, nested=nested
     )
