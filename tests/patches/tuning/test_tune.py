@@ -148,6 +148,19 @@ def test_a_launch_of_stored_weights_keeps_every_bit(clock):
     assert found.refused == (f"{near}: its bits are others than those of the launch that is used now",)
 
 
+def test_heads_in_8_bits_ask_for_launches():
+    model = tiny_model(num_hidden_layers=1).half()
+    fastspec.patch(model, backend="triton", eagle3=tiny_head(model).half(), head_bits=8)
+    with tuned_launches.recorded() as asked:
+        model.generate(**prompts(3), max_new_tokens=3, do_sample=False, assistant=SMALL, eos_token_id=None)
+    of_head = [(op, place, about) for (op, place), about in asked.items() if op.startswith("stored")]
+    assert {op for op, *_ in of_head} == {"stored", "stored_gate_up"}
+    for op, place, about in of_head:
+        assert HALF in place and candidates.bytes_of(op, about) > 0
+        made = one(op, place, about)
+        assert tune.wrong(made, MISSING, made.reference()) is None
+
+
 @pytest.mark.parametrize(("seconds", "kept"), [(0.97, True), (0.99, False), (1.2, False)])
 def test_a_gain_within_noise_changes_nothing(seconds, kept, clock):
     launch = RowLaunch(2, 16, 1)
