@@ -21,7 +21,7 @@ ALLOWED = {  # layer -> (heavy packages, modules of fastspec) that it may import
     "kernels": ({"torch", "triton"}, ("constants", "errors", "kernels")),
     "generation": (
         {"torch", "safetensors"},
-        ("config", "constants", "default_trees", "devices", "errors", "files", "generation", *REFERENCE),
+        ("config", "constants", "default_trees", "devices", "errors", "files", "forks", "generation", *REFERENCE),
     ),
     "cascade": (
         {"torch", "safetensors"},

@@ -299,6 +299,12 @@ def test_tokens_of_a_row_that_has_joined_come_behind_its_text(dear):
     drafter.join(1, torch.tensor([36, 37]), 38)
     other.move_row(0, drafter, 1, 2)
     assert [token for token, _ in other.unread[0]] == [36, 37, 38] and other.roots == [38]
+    drafter.join(1, torch.tensor([46, 47]), 48)
+    held = drafter.held()
+    drafter.join(1, torch.tensor([56, 57]), 58)
+    drafter.work()
+    other.join(0, torch.tensor([46, 47, 48]), 49, (held, 1, 2))
+    assert [token for token, _ in other.unread[0]] == [46, 47, 48, 49]
 
 
 def state_of(part: Any) -> Any:

@@ -299,11 +299,13 @@ def test_cascades_and_encoder_decoder_models_are_refused():
         reader.generate(**sources(3, 4), max_new_tokens=4, assistant=ContinuousBatch("nasd", rows=2))
 
 
-def test_a_third_partys_drafters_are_objects_of_their_own():
-    """One that joins is made anew for every prompt; the same object twice is refused."""
+@pytest.mark.parametrize("reads", [None, ()], ids=str)
+def test_a_third_partys_drafters_are_objects_of_their_own(reads):
+    """One that joins is made anew for every prompt, whether it reads features or not; the same object twice is
+    refused."""
 
     class Said(Decoding, Drafter):
-        name, taps, continuous, nodes, max_path = "said", None, True, 1, 1
+        name, taps, continuous, nodes, max_path = "said", reads, True, 1, 1
 
         def __init__(self, shared: bool) -> None:
             self.shared, self.made = shared, []

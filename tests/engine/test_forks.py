@@ -16,6 +16,9 @@ from helpers.generate import TREE
 from helpers.open import GREEDY, SECONDS, Gate, alone, made, texts
 
 import fastspec
+from fastspec.generation.drafters import ngram_storage
+from fastspec.generation.drafters.nasd import grow
+from fastspec.patches.backends import ngram_grower
 
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fork"),
@@ -66,6 +69,18 @@ def test_a_fork_decodes_while_another_thread_of_its_parent_does(assistant):
     with held(lambda gate: model.generate(ids[None], streamer=gate, **given)):
         assert in_a_fork(check) == 0
     check()
+
+
+def test_a_fork_counts_while_another_thread_of_its_parent_does():
+    storage, grower = fastspec.NgramStorage(4), ngram_grower()
+
+    def works() -> None:
+        cursor = storage.feed(storage.feed(storage.start(), 5), 6)
+        assert grow(storage, cursor, 6, gamma=3, nodes=4, ends=frozenset(), grower=grower).tokens == [6]
+
+    with ngram_storage.GROWING.lock:
+        assert in_a_fork(works) == 0
+    works()
 
 
 def test_an_open_batch_is_over_in_a_fork_and_the_model_is_not():

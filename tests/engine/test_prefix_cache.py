@@ -19,7 +19,7 @@ from torch import Tensor
 
 import fastspec
 from fastspec.generation import layer_state, sequence_state, target
-from fastspec.generation.engine import batching
+from fastspec.generation.engine import batching, open_batch
 from fastspec.generation.engine.engine import Engine
 from fastspec.patches.hf.model import HFModel
 from fastspec.programs.serving.batch import TokenStreamer
@@ -112,6 +112,24 @@ def test_n_grams_of_a_conversation_are_counted_once(monkeypatch, captured):
         counted[0] = 0
         talk(batch, plain)
     assert counted[0] <= 12 + TURNS * (ASKED + ANSWERED + fastspec.Nasd().gamma)
+
+
+def test_n_grams_of_a_conversation_go_on_where_its_row_is_given_away_meanwhile(monkeypatch):
+    """The row that its next turn takes held another text, which takes the place of its own."""
+    monkeypatch.setattr(open_batch, "PATIENCE", 1)
+    plain, model = made()
+    options = {**GREEDY, "max_new_tokens": 10}
+    with fastspec.continuous(model, "nasd", rows=2, max_length=128) as batch:
+        with batch._changed:
+            futures = [batch.submit(each, **options) for each in texts(30, 40)]
+        _, said = told(futures)
+        told([batch.submit(texts(50, seed=1)[0], **options)])  # of a length that the next prompt's might be
+        assert len(batch._batch.prompts) == 1
+        more = torch.tensor([*said, 7, 8, 9])
+        assert told([batch.submit(more, **options)]) == [alone(plain, more, 10)]
+        assert batch.stats.reused == len(said) - 1
+        storage = batch._widths.current.engine.drafter.storages[0]
+    assert storage.look((said[2], said[1], said[0])) == (3, [(said[3], 1)])
 
 
 @pytest.fixture

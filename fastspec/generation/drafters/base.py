@@ -302,8 +302,13 @@ class HostDrafter(Drafter):
         hint: Sequence[int] = (),
     ) -> None:
         """Begin a row anew with a prompt text [T], on the host, and the first token of its answer, in place of
-        `copy_row`; for `Decoding.continuous`. A `prefix` is a drafter with the row that has read so many of the first
-        tokens, and `hint` a text as of the method."""
+        `copy_row`; for `Decoding.continuous`. A `prefix` is this drafter, or what another has `held`, with the row that
+        has read so many of the first tokens, and `hint` a text as of the method."""
+        raise NotImplementedError(f"{type(self).__name__} begins all rows at once")
+
+    def held(self) -> HostDrafter:
+        """A drafter that knows of the rows what this one knows now, for others to `join` behind, while no round of its
+        own runs."""
         raise NotImplementedError(f"{type(self).__name__} begins all rows at once")
 
     def work(self) -> None:

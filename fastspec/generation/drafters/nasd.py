@@ -296,6 +296,13 @@ class NasdDrafter(HostDrafter):
         if self.quota is None or (prefix is not None and prefix[0] is not self):
             self._seat()
 
+    def held(self) -> NasdDrafter:
+        self._seat()
+        held = copy.copy(self)  # what these lists hold is replaced, and changes in rounds alone
+        held.storages, held.cursors = self.storages.copy(), self.cursors.copy()
+        held.unread, held.heard = self.unread.copy(), self.heard.copy()
+        return held
+
     def _seat(self) -> None:
         """Take in the texts of rows that have joined, in their order."""
         arrived, self.arrived = self.arrived, {}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fastspec.errors import Unsupported, check_whole
+from fastspec.forks import at_fork
 from fastspec.generation.drafters.ngram_arrays import (
     BITS,
     MOST,
@@ -35,8 +36,21 @@ Context = tuple[int, ...]
 """The last tokens of a text, the last one in front."""
 AT_ONCE = 1024
 """Tokens that are counted by one call of a counter, for which arrays get room."""
-GROWING = threading.Lock()
-"""Turn of the thread that counts: several may share a storage, and a counter writes where its arrays lay."""
+
+
+class Growing:
+    """Turn of the thread that counts or looks up in C++: several may share a storage, whose arrays lie elsewhere once
+    they have grown."""
+
+    def __init__(self) -> None:
+        self.forked()
+        at_fork(self)
+
+    def forked(self) -> None:
+        self.lock = threading.Lock()
+
+
+GROWING = Growing()
 
 
 class NgramStorage:
@@ -79,7 +93,7 @@ class NgramStorage:
         if len(cursor) >= self._least:
             add, count, heads = self.edges.add, self.tallies.count, self.tallies.heads
             node, counted = 0, (*fillers, token)
-            with GROWING:
+            with GROWING.lock:
                 for length, known in enumerate(cursor, 1):
                     node = add(node, known)
                     while node >= len(heads):  # an interrupt may have come before the last one's
@@ -99,7 +113,7 @@ class NgramStorage:
             counted = array("i", [token for last, fillers in some for token in (*fillers, last)])
             sizes = array("i", [1 + len(fillers) for _, fillers in some])
             grown = edges.keys, tallies.heads, tallies.tokens, tallies.counts, tallies.later
-            with GROWING:
+            with GROWING.lock:
                 tallies.heads.extend([-1] * (len(edges.keys) - len(tallies.heads)))  # as in `feed`
                 used = array("q", [len(edges.keys), len(tallies.heads), len(tallies.later)])
                 try:
@@ -156,7 +170,7 @@ class NgramStorage:
         context, over, doubted = array("i", cursor), array("i", ends), array("d", doubts)
         tokens, parents = (array("i", bytes(4 * nodes)) for _ in range(2))
         chances = array("d", bytes(8 * nodes))
-        with GROWING:  # arrays move where they grow
+        with GROWING.lock:  # arrays move where they grow
             held = (edges.keys, edges.slots), (tallies.heads, tallies.tokens, tallies.counts, tallies.later)
             first, second = ([each.buffer_info()[0] for each in some] for some in held)
             count = grower(
@@ -174,7 +188,7 @@ class NgramStorage:
 
     def save(self, path: str | Path) -> None:
         """Write to a safetensors file."""
-        with GROWING:
+        with GROWING.lock:
             kept = [node for node, head in enumerate(self.tallies.heads) if head >= 0]
             contexts = packed([self._tokens(node) for node in kept]).view(-1, self.n - 1)
             tallies = pack_tallies(self.tallies.entries(node)[::-1] for node in kept)

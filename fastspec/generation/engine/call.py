@@ -30,6 +30,13 @@ class Prefix:
     count: int
     reached: int
 
+    def held(self, drafter: Drafter | None) -> Prefix:
+        """The same for a drafter to begin behind later, when another's row may have been given away."""
+        theirs = self.drafter
+        if theirs is drafter or not isinstance(theirs, HostDrafter):
+            return self
+        return replace(self, drafter=theirs.held())
+
     def begin(self, target: Target, drafter: Drafter | None) -> int:
         """Let a target and a drafter of one row begin behind these tokens -> how many the drafter has read."""
         target.copy_row(0, self.target, self.count, self.row)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic
 
 import torch
@@ -241,12 +242,16 @@ class PrefixBatch(Batch):
 
     def keep(self, engine: Engine[Any]) -> None:
         """Keep what the rows of an engine have read, the prompts that they hold first."""
-        self.texts = self.request.prompts.cpu()
         self.prefixes.begin(engine, len(self.places))
         self.prefixes.least = LEAST_CAPTURED if engine.target.captures else LEAST
         for row, prompt in enumerate(self.places):
             self.prefixes.expect(row)
             self._put(row, prompt, self.counts[prompt])
+
+    @cached_property
+    def texts(self) -> Tensor:
+        """The tokens [B, T] of the prompts, on the host."""
+        return self.request.prompts.cpu()
 
     def text_of(self, prompt: int) -> Tensor:
         """The tokens [T] of a prompt, on the host."""

@@ -190,9 +190,10 @@ class Rounds(Generic[TargetT]):
         batch = self.batch
         prefix = batch.prefix()
         if prefix is not None:
-            if not isinstance(self.engine.drafter, HostDrafter):
+            drafter = self.engine.drafter
+            if not isinstance(drafter, HostDrafter):
                 self.engine.settle()  # a row that runs may have what is read
-            row = batch.row_for(prefix)
+            row, prefix = batch.row_for(prefix), prefix.held(drafter)
             return self._read_alone((row, *batch.next(row)), room, prefix=prefix)
         rows = batch.free()[: self._gather(room)]
         taken = [(row, *batch.next(row)) for row in rows]
