@@ -287,6 +287,8 @@ def _read(stages: tuple[str, ...], names: tuple[str, ...], tensors: dict[str, Te
     bad = [name for name, each in tensors.items() if each.is_floating_point() and not bool(torch.isfinite(each).all())]
     if bad:
         raise Unsupported(f"{', '.join(bad)}: not finite")
+    if len(tensors["fresh"]) < LEAST_ITEMS:
+        raise Unsupported(f"fresh has {len(tensors['fresh'])} training items; at least {LEAST_ITEMS} are needed")
     heads, outlooks, points = [], [], []
     for k in range(len(stages)):
         head = Head(*(tensors[f"{k}.{each.name}"] for each in fields(Head)))

@@ -323,6 +323,13 @@ def test_rows_that_could_not_be_written_are_not_made(monkeypatch: pytest.MonkeyP
     assert result.exit_code == 1 and "/nowhere is no directory" in " ".join(result.output.split()), result.output
 
 
+@pytest.mark.parametrize("risk", ["0", "1", "-0.5", "nan"])
+def test_a_risk_that_is_no_quantile_is_refused(risk: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Predictor, "load", lambda *_: pytest.fail("a predictor is loaded"))
+    result = CliRunner().invoke(app, ["cascade", "evaluate", "--predictor", "p", "--answers", "a", "--risk", risk])
+    assert result.exit_code == 1 and f"--risk {risk} must lie between 0 and 1" in result.output, result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -167,7 +167,7 @@ class NgramStorage:
         """Tokens, parents and chances of the tree that `grow` of nasd.py makes of `look` and `step`, by `grower`, the
         function of fastspec/kernels/native/ngrams.cpp."""
         edges, tallies = self.edges, self.tallies
-        context, over, doubted = array("i", cursor), array("i", ends), array("d", doubts)
+        context, over, doubted = array("i", cursor), array("q", ends), array("d", doubts)
         tokens, parents = (array("i", bytes(4 * nodes)) for _ in range(2))
         chances = array("d", bytes(8 * nodes))
         with GROWING.lock:  # arrays move where they grow

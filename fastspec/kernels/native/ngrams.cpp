@@ -97,7 +97,7 @@ extern "C" void fastspec_count_ngrams(const int32_t *counted, const int32_t *siz
 // one, the root, in front -> how many nodes it has. `doubts` are DOUBT, DOUBT_OF_ONE and SURELY_NOT.
 extern "C" long fastspec_grow_ngrams(const int32_t *context, long known, long most, long shortest, int32_t root, int64_t *keys, int32_t *slots,
                                      long mask, int32_t *heads, int32_t *tokens, int32_t *counts, int32_t *later, long contexts, long gamma,
-                                     long nodes, const int32_t *ends, long end_count, long guess, double least, const double *doubts,
+                                     long nodes, const int64_t *ends, long end_count, long guess, double least, const double *doubts,
                                      int32_t *out_tokens, int32_t *out_parents, double *out_chances) {
     const Arrays arrays{keys, slots, mask, heads, tokens, counts, later, 0, 0, 0, 0};
     std::vector<int32_t> places(size_t(nodes) * most);

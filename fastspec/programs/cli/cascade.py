@@ -165,7 +165,7 @@ def evaluate(
     predictor: Annotated[Path, Option(help="The predictor that `fastspec cascade train` wrote.")],
     answers: Annotated[Path, Option(help="The stages' answers that it wrote.")],
     out: Annotated[Path | None, Option(help="Append the rows to this file, as JSON lines.")] = None,
-    risk: Annotated[float | None, Option(min=0, max=1, help="Decide by this quantile of the posterior.")] = None,
+    risk: Annotated[float | None, Option(help="Decide by this quantile of the posterior, between 0 and 1.")] = None,
 ) -> None:
     """Quality against cost over the price of a bad answer, beside single stages and random mixing, on held-out
     items."""
@@ -175,6 +175,8 @@ def evaluate(
 
     console = Console(highlight=False, markup=False)
     _check_writable(out)
+    if risk is not None and not 0 < risk < 1:
+        raise Unsupported(f"--risk {risk:g} must lie between 0 and 1: the quantile of the posterior to take")
     held = Predictor.load(predictor)
     if held.rates is None:
         raise Unsupported(f"{predictor} does not say what its stages cost: make it with `fastspec cascade train`")
