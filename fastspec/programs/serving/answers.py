@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
@@ -365,7 +365,7 @@ class AnswerReader:
         self.held: list[NamedToken] = []
         """Tokens whose text is not."""
 
-    def echo(self, text: str, ids: list[int], scored: list[TokenLogprob]) -> list[Event]:
+    def echo(self, text: str, ids: Sequence[int], scored: list[TokenLogprob]) -> list[Event]:
         """A prompt as the beginning of its answer, its tokens scored from the second on."""
         self.before = self.length = len(text)
         if self.names is None:

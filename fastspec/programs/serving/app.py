@@ -76,11 +76,11 @@ def tokenize(server: Server, body: Any) -> JsonObject:
     if ("prompt" in body) == ("messages" in body):
         raise Refused("one of prompt and messages is needed")
     if "prompt" in body:
-        ids = server.ids(body["prompt"], special=body.get("add_special_tokens", True))
+        ids = server.ids(body["prompt"], special=body.get("add_special_tokens", True)).tolist()
     else:
         given = {name: body[name] for name in OF_TEMPLATES if name in body}
         asked = server.read(given, requests.CHAT)
-        ids = server.templated(asked, body.get("add_generation_prompt", True)).ids
+        ids = server.templated(asked, body.get("add_generation_prompt", True)).ids.tolist()
     names = server.tokenizer.convert_ids_to_tokens(ids) if body.get("return_token_strs") else None
     return {"count": len(ids), "max_model_len": server.batch.max_length, "tokens": ids, "token_strs": names}
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessorList
@@ -38,7 +39,7 @@ class BatchPrompt:
     draft tree; without `drafts` it is decoded a token a round. `price` is that of a cascade. A `whole` answer is not
     streamed: its rounds come gathered after the first."""
 
-    ids: list[int]
+    ids: Sequence[int]
     config: Any
     seed: int | None = None
     frequency: float = 0.0
@@ -115,7 +116,7 @@ def _refuse_penalties(batch: ContinuousCascade, prompt: BatchPrompt) -> None:
 
 
 def submit(batch: PromptBatch, tokenizer: Any, prompt: BatchPrompt, put_round: PutRound) -> Future[Tensor]:
-    row, config = torch.tensor([prompt.ids], device="cpu"), prompt.config
+    row, config = torch.from_numpy(np.array(prompt.ids, np.int64))[None], prompt.config
     options: dict[str, Any] = {"seed": prompt.seed, "tokenizer": tokenizer, "attention_mask": torch.ones_like(row)}
     processors = LogitsProcessorList()
     if prompt.frequency or prompt.presence:
@@ -168,7 +169,7 @@ class TextScorer:
         self.held: set[Future[None]] = set()
         """Of texts that are not scored yet."""
 
-    def score(self, ids: list[int], count: int, put_round: PutRound) -> Future[None]:
+    def score(self, ids: Sequence[int], count: int, put_round: PutRound) -> Future[None]:
         """The future of when all parts of a text were handed on, each token with the `count` likeliest in its place."""
         scored: Future[None] = Future()
         self.held.add(scored)
@@ -176,7 +177,7 @@ class TextScorer:
         self.threads.submit(self._score, scored, ids, count, put_round)
         return scored
 
-    def _score(self, scored: Future[None], ids: list[int], count: int, put_round: PutRound) -> None:
+    def _score(self, scored: Future[None], ids: Sequence[int], count: int, put_round: PutRound) -> None:
         failed: BaseException | None = None
         try:
             for part in text_logprobs(self.batch.model, ids, count):
@@ -238,7 +239,7 @@ class Served(ABC):
         """Ask for the answer to one prompt; `put_round` takes its rounds."""
 
     @abstractmethod
-    def score(self, ids: list[int], count: int, put_round: PutRound) -> Sent:
+    def score(self, ids: Sequence[int], count: int, put_round: PutRound) -> Sent:
         """Ask for the log-probabilities of a text's tokens from the second on, each with the `count` likeliest."""
 
     @abstractmethod
@@ -277,7 +278,7 @@ class Here(Served):
         settle(sent.taken, failed)
         return sent
 
-    def score(self, ids: list[int], count: int, put_round: PutRound) -> Sent:
+    def score(self, ids: Sequence[int], count: int, put_round: PutRound) -> Sent:
         sent = Sent(answer=self.scorer.score(ids, count, put_round))
         sent.taken.set_result(None)
         return sent

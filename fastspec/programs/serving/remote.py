@@ -9,7 +9,7 @@ import os
 import pickle
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -88,7 +88,7 @@ class Remote(Served, AbstractContextManager["Remote"]):
     def send(self, prompt: BatchPrompt, put_round: PutRound) -> Sent:
         return self._send(partial(BatchEnd.send, prompt=prompt), put_round)
 
-    def score(self, ids: list[int], count: int, put_round: PutRound) -> Sent:
+    def score(self, ids: Sequence[int], count: int, put_round: PutRound) -> Sent:
         return self._send(partial(BatchEnd.score, ids=ids, count=count), put_round)
 
     def _send(self, call: Callable[..., None], put_round: PutRound) -> Sent:
@@ -316,7 +316,7 @@ class BatchEnd:
     def send(self, number: int, prompt: BatchPrompt) -> None:
         self._is_sent(number, self.here.send(prompt, lambda round: self.wire.post(Tokens(number, round))))
 
-    def score(self, number: int, ids: list[int], count: int) -> None:
+    def score(self, number: int, ids: Sequence[int], count: int) -> None:
         self._is_sent(number, self.here.score(ids, count, lambda round: self.wire.post(Tokens(number, round))))
 
     def cancel(self, number: int) -> None:

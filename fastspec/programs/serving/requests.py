@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ NEW_TOKENS = 1024
 """New tokens at most where a request does not say how many."""
 NO_DRAFTS = "none", "autoregressive"
 """Assistants that a request may name beside that of the rows: then it takes no drafts."""
+HALF = re.compile(r"\\u[dD][89a-fA-F]")
+"""Begins the escape of half of a character, the first or the second, in a JSON text."""
 TEMPLATES_OWN = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 """What `apply_chat_template` takes itself; other names are variables of the template."""
 
@@ -129,7 +132,7 @@ def parse(text: str) -> Any:
     """Contents of a JSON text. Raises ValueError for what is no JSON, is nested too deep, or has half of a character,
     which JSON may name and no tokenizer takes."""
     found = parse_json(text)
-    if "\\u" in text:
+    if HALF.search(text):
         json.dumps(found, ensure_ascii=False).encode()
     return found
 

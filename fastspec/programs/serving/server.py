@@ -7,6 +7,7 @@ import copy
 import logging
 import threading
 import time
+from array import array
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -56,7 +57,7 @@ class ReadPrompt:
     """A prompt's text and its tokens."""
 
     text: str
-    ids: list[int]
+    ids: array[int]
 
 
 @dataclass
@@ -390,7 +391,7 @@ class Server:
             if not ids:
                 raise Refused("prompt is empty: an answer needs one token or more to go on from")
             return ReadPrompt(given, ids)
-        return ReadPrompt(self.tokenizer.decode(given, skip_special_tokens=True), given)
+        return ReadPrompt(self.tokenizer.decode(given, skip_special_tokens=True), array("i", given))
 
     def templated(self, asked: AnswerRequest, answers: bool = True) -> ReadPrompt:
         """The prompt that the model's template makes of a conversation, up to where an answer begins."""
@@ -416,15 +417,15 @@ class Server:
         either = parser if structure is None else reading.StructureParser(structure.opening, parser)
         return AnswerReader(self.tokenizer, either, ends & self.special, asked.stop, names)
 
-    def ids(self, text: str, special: bool) -> list[int]:
+    def ids(self, text: str, special: bool) -> array[int]:
         """The tokens of a text. Raises Refused for one that is far too long, by its first ones."""
         most = self.batch.max_length
 
-        def ids(text: str) -> list[int]:
+        def ids(text: str) -> array[int]:
             try:
                 if not special:
                     return self.texts.ids(text)
-                found: list[int] = self.tokenizer(text)["input_ids"]
+                found = array("i", self.tokenizer(text)["input_ids"])
             except (TypeError, ValueError) as error:  # half of a character, say, that a template has made
                 raise Refused(f"the prompt cannot be tokenized: {error}") from error
             return found

@@ -56,13 +56,13 @@ class TokenizedTexts:
         """Digest of a text's beginning -> its tokens; those that were used last come last."""
         self.count, self.lock = 0, threading.Lock()
 
-    def ids(self, text: str) -> list[int]:
+    def ids(self, text: str) -> array[int]:
         """The tokens of a text, without what the tokenizer adds before and behind texts. Raises what it raises."""
         if len(text) < SHORT:
-            return self._whole(text)
+            return array("i", self._whole(text))
         begins = self._beginnings(text)
         known, at = self._longest(begins)
-        found = [*known, *self._whole(text[at:])]
+        found = known + array("i", self._whole(text[at:]))
         if begins and begins[-1][0] > at:
             self._keep(*begins[-1], found, text)
         return found
@@ -91,11 +91,11 @@ class TokenizedTexts:
                 if (known := self.known.get(digest)) is not None:
                     self.known.move_to_end(digest)
                     return known, at
-        return array("I"), 0
+        return array("i"), 0
 
-    def _keep(self, at: int, digest: bytes, ids: list[int], text: str) -> None:
+    def _keep(self, at: int, digest: bytes, ids: array[int], text: str) -> None:
         """Keep the tokens of a text up to the last place where it may be divided."""
-        begin = array("I", ids[: len(ids) - len(self._whole(text[at:]))])
+        begin = ids[: len(ids) - len(self._whole(text[at:]))]
         with self.lock:
             if digest not in self.known:
                 self.known[digest] = begin
