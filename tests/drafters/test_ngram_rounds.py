@@ -284,6 +284,20 @@ def test_a_row_that_joins_waits_for_the_next_launch_with_its_text(dear, copied):
     assert drafter.storages[1] is storage if copied else known(drafter, 1) == known(cold, 1)
 
 
+def test_behind_a_round_with_drafts_few_tokens_are_counted_where_a_row_has_joined(dear):
+    """The round after it may draft by them; behind others they wait until a counter has enough of them."""
+    drafter = drafter_of(2, [3, 4, 5] * 9)
+    drafter.counter = ngram_counter()
+    drafter.work(all_of_it=True)
+    for drafts in (False, True):
+        drafter.catch_up(torch.tensor([[3], [4]]), [1, 1])
+        drafter.join(1, torch.tensor([6, 7]), 8)
+        if drafts:
+            drafter.propose(100)
+        drafter.work()
+        assert bool(drafter.unread[0]) != drafts
+
+
 def test_tokens_of_a_row_that_has_joined_come_behind_its_text(dear):
     """Whoever hears of them first, and where another prompt took the row at once."""
     drafter = drafter_of(2, [3, 4, 5] * 9)

@@ -403,12 +403,13 @@ class NasdDrafter(HostDrafter):
     def work(self, all_of_it: bool = False) -> None:
         """Count what was put off, once `rule` has heard it; without drafts, of rows that have enough of it for a
         counter."""
+        looked_up = self.growths is not None
         self._seat()
         if self.counted and not all_of_it:
             return
         self._foretell()
         left = sum(map(len, self.unread)) if all_of_it or self.quota is None else self.quota
-        least = 1 if all_of_it or self.counter is None or self.growths is not None else BATCHED
+        least = 1 if all_of_it or self.counter is None or looked_up else BATCHED
         put_off = [(len(unread), row) for row, unread in enumerate(self.unread)]
         for most, row in sorted(each for each in put_off if each[0] >= least):
             unread, count = self.unread[row], min(left, most)
