@@ -34,6 +34,7 @@ MALFORMED: list[tuple[str, bytes, int, str]] = [
     (ONE, b'{"metadata": ' + b"[" * 600 + b"]" * 600 + b"}", 400, "inside each other"),
     (ONE, b'{"prompt": "w5 \\ud800"}', 400, "surrogates"),
     (ONE, b'{"prompt": "w5", "user": "\\udfff"}', 400, "surrogates"),
+    (ONE, b'{"prompt": "w5", "user": ["\\uDBFF"]}', 400, "surrogates"),
     (ONE, b"\xff\xfe", 400, "JSON"),
     (ONE, b'{"prompt": "' + b"w" * 5000 + b'"}', 413, "longer"),
     (ONE, b'{"prompt": "w5", "temperature": NaN}', 400, "temperature"),
