@@ -255,7 +255,7 @@ class NasdDrafter(HostDrafter):
         self.counted = False
         """True where nothing is left to count until more is heard."""
         self.arrived: dict[int, Arrival] = {}
-        """What rows begin with that have joined, until a round was launched."""
+        """Texts of rows that have joined, by row, until the next round was launched."""
 
     def hint(self, texts: Sequence[Sequence[int]]) -> None:
         for storage, text in zip(self.storages, texts, strict=True):
