@@ -129,7 +129,7 @@ class Predictor:
         return QualityTable(tuple(quality), self.points, self.fresh, self.kept)
 
     def _scores(self, stage: int, point: list[float], risk: float | None) -> Scores:
-        pairs = zip(self.outlooks[stage], point, strict=False)  # behind the logits come the logs of lengths
+        pairs = zip(self.outlooks[stage], point, strict=False)  # after the logits come the logs of lengths
         return Scores(tuple(outlook(logit, risk) for outlook, logit in pairs), tuple(point))
 
     def check(self, stages: Sequence[str]) -> None:

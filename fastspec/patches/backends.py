@@ -120,8 +120,9 @@ def cpp_native() -> Native | str:
 
 @cache
 def ngram_counter() -> Callable[..., None] | None:
-    """What counts texts in the arrays of an n-gram storage (`ngrams.cpp`), compiled first where that was not done on
-    this machine; None, with a notice, where it cannot be had: then Python counts, some thirty times as slowly."""
+    """The function that counts texts in the arrays of an n-gram storage (`ngrams.cpp`), compiled first where that was
+    not done on this machine; None, with a notice, where it cannot be had: Python counts then, some thirty times as
+    slowly."""
     found = loaded(build.NGRAMS, "what counts n-grams", build.counter)
     if isinstance(found, str):
         notice(f"n-grams are counted in Python: {found}")
@@ -131,7 +132,7 @@ def ngram_counter() -> Callable[..., None] | None:
 
 @cache
 def ngram_grower() -> Callable[..., int] | None:
-    """What grows trees from these arrays, where there is what counts."""
+    """The compiled function that grows trees from these arrays; None where none counts in them."""
     found = None if ngram_counter() is None else loaded(build.NGRAMS, "what counts n-grams", build.grower)
     return None if isinstance(found, str) else found
 

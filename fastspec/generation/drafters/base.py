@@ -307,8 +307,7 @@ class HostDrafter(Drafter):
         raise NotImplementedError(f"{type(self).__name__} begins all rows at once")
 
     def held(self) -> HostDrafter:
-        """A drafter that knows of the rows what this one knows now, for others to `join` behind, while no round of its
-        own runs."""
+        """Snapshot of what is known of the rows, for others to `join` with; it holds until the next round here."""
         raise NotImplementedError(f"{type(self).__name__} begins all rows at once")
 
     def work(self) -> None:

@@ -255,7 +255,7 @@ class NasdDrafter(HostDrafter):
         self.counted = False
         """True where nothing is left to count until more is heard."""
         self.arrived: dict[int, Arrival] = {}
-        """What rows begin with that have joined, until a round was launched."""
+        """Texts of rows that have joined, by row, until the next round was launched."""
 
     def hint(self, texts: Sequence[Sequence[int]]) -> None:
         for storage, text in zip(self.storages, texts, strict=True):
@@ -285,7 +285,7 @@ class NasdDrafter(HostDrafter):
         prefix: tuple[Drafter, int, int] | None = None,
         hint: Sequence[int] = (),
     ) -> None:
-        """The row drafts nothing before its text is taken in, behind the next launch: a device has nothing to do here.
+        """The row drafts nothing before its text is taken in, after the next launch: now the device would wait for it.
         What is taken over of another drafter is taken at once: its rows may change."""
         if row in self.arrived:
             self._seat()

@@ -31,7 +31,7 @@ class Prefix:
     reached: int
 
     def held(self, drafter: Drafter | None) -> Prefix:
-        """The same for a drafter to begin behind later, when another's row may have been given away."""
+        """The prefix for a drafter that joins with it later, when another's row may have been given away."""
         theirs = self.drafter
         if theirs is drafter or not isinstance(theirs, HostDrafter):
             return self

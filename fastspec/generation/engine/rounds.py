@@ -166,7 +166,7 @@ class Rounds(Generic[TargetT]):
                 spent += self._read(room)
 
     def _room(self, spent: int) -> int | None:
-        """Tokens of prompts that the next pass may read, behind those `spent` since the last round; None: any."""
+        """Tokens of prompts that the next pass may read, after the `spent` ones since the last round; None: any."""
         going = sum(self.batch.running)
         if self.chunk is None or not going:
             return None

@@ -102,7 +102,7 @@ class FedVerifier(Verifier):
     def decide(self, scored: Scored, chosen: Callable[[], Tensor]) -> None:
         """Correct `choices` where walks need it. `chosen` runs them and gives the host's copy, which is corrected."""
         undrafted, going = self._undrafted(), [ConstrainedWalk(*each) for each in self._held()]
-        host = chosen()  # what waits for it leaves the device idle
+        host = chosen()  # the device is idle from here on
         told: list[list[list[int]]] = host.tolist()
         for row in undrafted:
             told[0][row][1:] = [NEVER_PICKED] * (host.shape[2] - 1)

@@ -58,8 +58,8 @@ def attention_layout(
     depths: Tensor | None = None,
     ring: int | None = None,
 ) -> TreeLayout:
-    """Lay out tree attention as the reference does, for kernels that read prefixes, bits and positions in the place of
-    a mask.
+    """Lay out tree attention as the reference does, for kernels that read prefixes, bits and positions instead of a
+    mask.
 
     words and depths are contiguous in their last dimension, and no depth is negative. `extent` only chooses how many
     programs a launch has; what lies before the first position that a query sees is not read. Only a span can have a

@@ -93,8 +93,8 @@ extern "C" void fastspec_count_ngrams(const int32_t *counted, const int32_t *siz
     used[0] = arrays.edges, used[1] = arrays.nodes, used[2] = arrays.entries;
 }
 
-// The likeliest tree of at most `nodes` nodes, `gamma` drafts deep, behind `context`, which has `known` of at most `most` tokens, the last
-// one, the root, in front -> how many nodes it has. `doubts` are DOUBT, DOUBT_OF_ONE and SURELY_NOT.
+// The likeliest tree of at most `nodes` nodes, `gamma` drafts deep, after the `known` tokens of `context`, `most` at the most, of which the
+// last one, the root, comes first -> how many nodes it has. `doubts` are DOUBT, DOUBT_OF_ONE and SURELY_NOT.
 extern "C" long fastspec_grow_ngrams(const int32_t *context, long known, long most, long shortest, int32_t root, int64_t *keys, int32_t *slots,
                                      long mask, int32_t *heads, int32_t *tokens, int32_t *counts, int32_t *later, long contexts, long gamma,
                                      long nodes, const int64_t *ends, long end_count, long guess, double least, const double *doubts,

@@ -1,5 +1,4 @@
-"""Launches of products of stored weights that were tuned on a machine: of what a launch says, that which changes no bit
-of a product."""
+"""Tuned launches of products of stored weights: those parts of a launch that change no bit of a product."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def stored_like(kind: StoredKind, channels: int, depth: int, dtype: torch.dtype,
     codes = kind.codes
     words = torch.randint(256, (channels, depth * codes.bits // 8), dtype=torch.uint8, device=device)
     if codes.numbers == Numbers.E4M3:
-        words &= 0xBF  # numbers below 2, and none that is none
+        words &= 0xBF  # numbers below 2, no NaN
     group = kind.block[1] or depth
     sizes = -(-channels // kind.block[0]), -(-depth // group)
     largest = 1.0 if codes.numbers in (Numbers.TABLE, Numbers.E4M3) else 2.0 ** (codes.bits - 1)

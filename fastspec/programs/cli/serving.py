@@ -141,7 +141,7 @@ def chosen_of(name: str, given: Mapping[str, str], assistant: str | None, draft:
     if assistant not in (None, *ASSISTANTS):
         raise Unsupported(f"--assistant {assistant}: {accepted(str(assistant), ASSISTANTS)}")
     if draft is not None and (given or assistant not in (None, "speculative")):
-        raise Unsupported(f"--draft-model {draft} is for speculative: leave it out, or another --assistant and --head")
+        raise Unsupported(f"--draft-model {draft} is for speculative: leave it out, or --head and another --assistant")
     if draft is None and assistant == "speculative":
         raise Unsupported("--assistant speculative needs --draft-model MODEL, which drafts for it")
     if draft is not None:
