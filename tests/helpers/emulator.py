@@ -157,12 +157,10 @@ class Threads:
 
     def load(self, at: Words) -> Words:
         assert (at % 4 == 0).all() and (at >= 0).all() and (at + 4 <= len(self.shared)).all()
-        found, own = np.zeros(at.shape, np.uint32), self.warp.reshape(at.shape)
-        for i in range(4):
-            reader = self.reader[at + i]
-            assert ((reader == ALL) | (reader == own)).all(), "a thread reads what it has not waited for"
-            found |= self.shared[at + i].astype(np.uint32) << np.uint32(8 * i)
-        return found
+        reader, own = self.reader.reshape(-1, 4)[at // 4], self.warp.reshape(at.shape)[..., None]
+        assert ((reader == ALL) | (reader == own)).all(), "a thread reads what it has not waited for"
+        words: Words = self.shared.view(np.uint32)[at // 4]
+        return words
 
     def ask(self, into: Words, of: Words, warp: Words) -> None:
         """Ask for copies of 16 bytes from global memory, by threads of these warps."""
@@ -190,8 +188,8 @@ class Threads:
         assert len(np.unique(at)) == len(np.unique(np.stack((at, words)), axis=1).T), (
             "threads store two words in a place"
         )
-        for i in range(4):
-            self.shared[at + i], self.reader[at + i] = words >> np.uint32(8 * i), warp
+        self.shared.view(np.uint32)[at // 4] = words
+        self.reader.reshape(-1, 4)[at // 4] = warp[:, None]
 
     def run(self, program: str, outs: int, given: Sequence[Words]) -> list[Words]:
         """What a program makes of its operands, which come behind its outputs."""
