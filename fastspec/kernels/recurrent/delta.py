@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastspec.kernels.arguments import CONTIGUOUS, PACKED, expect, strides
-from fastspec.kernels.launch import dependent, wait_for_previous
+from fastspec.kernels.launch import INTERPRETED, dependent, wait_for_previous
 from fastspec.kernels.recurrent.reference import DecayRates
 from fastspec.kernels.recurrent.tree import (
     add_updates,
@@ -255,7 +255,7 @@ def _launch(mixed: Tensor, sizes: tuple[int, int, int, int]) -> tuple[dict[str, 
         "DV": value_size,
         "STEP": min(32, max(16, triton.next_power_of_2(key_size))),
         "DV_BLOCK": value_block,
-        "DOT": "ieee" if mixed.dtype == torch.float32 else "tf32x3",
+        "DOT": "ieee" if mixed.dtype == torch.float32 or INTERPRETED else "tf32x3",
     }
     return options, triton.cdiv(value_size, value_block)
 
