@@ -47,7 +47,7 @@ def _solve(b_system, b_wanted, b_level, DOT: tl.constexpr):
     return b_u
 
 
-@triton.jit(do_not_specialize=["nodes", "s_mixed_b", "s_a_b", "s_b_b", "s_words_b", "s_words_n", "s_u_b", "s_g_b"])
+@triton.jit(do_not_specialize=["nodes", "s_a_b", "s_b_b", "s_words_b", "s_words_n", "s_g_b"])
 def _delta_tree(
     p_mixed,
     p_a,
@@ -123,7 +123,7 @@ def _delta_tree(
     tl.store(p_o, b_out.to(p_out.dtype.element_ty), mask=m_out)
 
 
-@triton.jit(do_not_specialize=["tokens", "s_mixed_b", "s_a_b", "s_b_b"])
+@triton.jit(do_not_specialize=["tokens", "s_a_b", "s_b_b"])
 def _delta_chain(
     p_mixed,
     p_a,
