@@ -69,6 +69,10 @@ BEHIND_ITS_OWN = ("ordered_tree", "_tail")
 AFTER_THE_ROTATION = ("ordered_chain", "_few")
 """A kernel that runs after the rotation of what it reads, or after one that is no dependent launch."""
 
+AFTER_THE_CONVOLUTION = ("tree", "_tree_inverse"), ("tree", "_tree_updates")
+"""Kernels of Gated DeltaNet: the first runs after the convolution of what the gates stand beside, or after one that is
+no dependent launch, the second after the first."""
+
 ROW_OF_CODES = ("row", "_row_stored")
 """A kernel that lets those behind it start at once, and reads nothing but weights before it waits."""
 
@@ -89,7 +93,7 @@ def test_every_kernel_waits_before_it_touches_memory(path):
     for name in names:
         kernel = kernels[name]
         assert kernel.args.args[-1].arg == "PDL", name
-        if (path.stem, name) in (BEHIND_ITS_OWN, AFTER_THE_ROTATION, ROW_OF_CODES):
+        if (path.stem, name) in (BEHIND_ITS_OWN, AFTER_THE_ROTATION, ROW_OF_CODES, *AFTER_THE_CONVOLUTION):
             continue
         lines = [ast.unparse(node) for node in kernel.body]
         place = next(i for i, line in enumerate(lines) if line == BEGIN or line.startswith("if PDL:"))
@@ -149,6 +153,40 @@ def test_what_reads_the_text_before_it_waits_runs_after_the_rotation():
     assert calls.index("self.ops.tree_attention") == calls.index("self._rotated") + 1
     (last,) = (node for node in methods["_rotated"].body if isinstance(node, ast.Return))
     assert ast.unparse(last).startswith("return self.ops.rope_cache(")
+
+
+def test_what_reads_gates_or_a_state_before_it_waits_runs_after_the_convolution():
+    """`_tree_inverse` reads the gates' inputs before it waits, `_tree_updates` keys and a state too: the convolution in
+    front of the first has waited for the product and all states, and the first for the convolution."""
+    functions = {
+        (path.parent.name, node.name): node
+        for path in FILES
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    for (_, name), read in zip(AFTER_THE_CONVOLUTION, ("p_mixed", "p_inverse"), strict=True):
+        before, after = ast.unparse(functions["recurrent", name]).split(BEGIN)
+        told = before.partition("):\n")[2]
+        assert "tl.store" not in told and "return" not in told
+        assert (
+            f"({read}" in after and f"({read}" not in told and "tl.load(p_g" not in told and "tl.load(p_u" not in told
+        )
+    host = ast.unparse(functions["recurrent", "wide_tree"])
+    assert host.index("_tree_inverse[") < host.index("_tree_updates[")
+    assert ast.unparse(functions["recurrent", "_tree_conv"].body[0]) == BEGIN
+    layer = ast.parse(Path(decoder_layer.__file__).read_text())
+    (mixer,) = (n for n in layer.body if isinstance(n, ast.ClassDef) and n.name == "GatedDelta")
+    calls = [
+        ast.unparse(n.func)
+        for n in sorted(
+            (n for n in ast.walk(mixer) if isinstance(n, ast.Call)), key=lambda n: (n.end_lineno, n.end_col_offset)
+        )
+    ]
+    calls = [each for each in calls if each.startswith(("ops.", "self."))]
+    assert calls[calls.index("ops.delta_tree") - 2 : calls.index("ops.delta_tree")] == [
+        "ops.tree_conv",
+        "self._activated",
+    ]
 
 
 def test_the_common_beginning_waits_and_then_lets_dependents_start():

@@ -21,7 +21,7 @@ BLOCK = 512
 """Channels of a program."""
 
 
-@triton.jit(do_not_specialize=["s_x_b", "s_held_b", "s_parents_b", "s_parents_n", "s_kept_b", "s_out_b"])
+@triton.jit(do_not_specialize=["s_parents_b", "s_parents_n"])
 def _tree_conv(
     p_x,
     p_weight,

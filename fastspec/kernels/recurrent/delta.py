@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastspec.kernels.arguments import CONTIGUOUS, PACKED, expect, strides
-from fastspec.kernels.launch import dependent, wait_for_previous
+from fastspec.kernels.launch import INTERPRETED, dependent, wait_for_previous
 from fastspec.kernels.recurrent.reference import DecayRates
 from fastspec.kernels.recurrent.tree import (
     add_updates,
@@ -47,7 +47,7 @@ def _solve(b_system, b_wanted, b_level, DOT: tl.constexpr):
     return b_u
 
 
-@triton.jit(do_not_specialize=["nodes", "s_mixed_b", "s_a_b", "s_b_b", "s_words_b", "s_words_n", "s_u_b", "s_g_b"])
+@triton.jit(do_not_specialize=["nodes", "s_a_b", "s_b_b", "s_words_b", "s_words_n", "s_g_b"])
 def _delta_tree(
     p_mixed,
     p_a,
@@ -123,7 +123,7 @@ def _delta_tree(
     tl.store(p_o, b_out.to(p_out.dtype.element_ty), mask=m_out)
 
 
-@triton.jit(do_not_specialize=["tokens", "s_mixed_b", "s_a_b", "s_b_b"])
+@triton.jit(do_not_specialize=["tokens", "s_a_b", "s_b_b"])
 def _delta_chain(
     p_mixed,
     p_a,
@@ -255,7 +255,7 @@ def _launch(mixed: Tensor, sizes: tuple[int, int, int, int]) -> tuple[dict[str, 
         "DV": value_size,
         "STEP": min(32, max(16, triton.next_power_of_2(key_size))),
         "DV_BLOCK": value_block,
-        "DOT": "ieee" if mixed.dtype == torch.float32 else "tf32x3",
+        "DOT": "ieee" if mixed.dtype == torch.float32 or INTERPRETED else "tf32x3",
     }
     return options, triton.cdiv(value_size, value_block)
 

@@ -3,17 +3,17 @@
 `mixed` [B, N, C] holds a row's queries, keys and values of all heads side by side; a tile is some of its rows (nodes)
 and channels.
 
-B rows (sequences), N nodes per row, P = N rounded up to whole blocks, Hk key heads, Hv value heads, Dk and Dv their
-sizes.
+B rows (sequences), N nodes per row, Hk key heads, Hv value heads, Dk and Dv their sizes. Nodes are taken in blocks of
+32; a node's level is the number of its ancestors within its block.
 
-The first launch, a program for a row's value head, makes what does not depend on the values: which share of a node's
-update every ancestor takes (`pulls` [B, Hv, P, P]), and with which weight a node reads the ancestors' updates (`reads`,
-the same shape). On the diagonal blocks the triangular system is solved there for all values at once: `pulls` holds its
-inverse, each column times the column's beta. A node's level is the number of its ancestors within its block, and the
-inverse is made level by level, from finished rows only: by squaring it would take fewer products, and lose all digits
-where keys of a long chain are alike.
+The first launch, a program for a block of a row's value head, inverts the block's triangular system: which share of a
+node's update every ancestor takes. It goes by halves of levels, and so from finished rows only; by squaring it would
+take as few products, and lose all digits where keys of a long chain are alike. The second, a program for DV of a value
+head's channels, reads the state once a block, and multiplies.
 
-The second, a program for DV of a value head's channels, reads the state once and multiplies.
+Both read before they wait what the launch in front of the one before has written. The first takes gates while the
+convolution runs, which itself waited for the product that they are from; the second reads the state and the keys while
+the first runs, which has waited for the convolution.
 """
 
 from __future__ import annotations
@@ -91,19 +91,66 @@ def pairs_of(
 
 
 @triton.jit
-def times_state(b_keys, b_state, DOT: tl.constexpr):
+def parts_of(b):
+    """fp32 numbers as three of bf16 that hold all their digits, by 8 of them each."""
+    b_high = b.to(tl.uint32, bitcast=True) & 0xFFFF0000
+    b_rest = b - b_high.to(tl.float32, bitcast=True)
+    b_middle = b_rest.to(tl.uint32, bitcast=True) & 0xFFFF0000
+    b_low = (b_rest - b_middle.to(tl.float32, bitcast=True)).to(tl.uint32, bitcast=True)
+    return _upper(b_high), _upper(b_middle), _upper(b_low)
+
+
+@triton.jit
+def _upper(b_bits):
+    return (b_bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def times(b_one, b_two, DOT: tl.constexpr, ALL: tl.constexpr):
+    """A product of fp32 matrices: of parts in bf16, but for products of parts below 2^-21 of it or, where not ALL are
+    wanted, below 2^-14; by DOT "ieee" in fp32."""
+    if DOT == "ieee":
+        b = tl.dot(b_one, b_two, input_precision="ieee")
+    else:
+        b_high, b_middle, b_low = parts_of(b_one)
+        b_tall, b_half, b_short = parts_of(b_two)
+        b = tl.dot(b_middle, b_tall)
+        if ALL:
+            b = tl.dot(b_low, b_tall, b)
+            b = tl.dot(b_high, b_short, b)
+            b = tl.dot(b_middle, b_half, b)
+        b = tl.dot(b_high, b_half, b)
+        b = tl.dot(b_high, b_tall, b)
+    return b
+
+
+@triton.jit
+def times_small(b_one, b_two, DOT: tl.constexpr):
+    """A product of matrices of numbers of size 1 or less, but for 2^-22 of that: of parts in fp16, by DOT "ieee" in
+    fp32."""
+    if DOT == "ieee":
+        b = tl.dot(b_one, b_two, input_precision="ieee")
+    else:
+        b_high, b_tall = b_one.to(tl.float16), b_two.to(tl.float16)
+        b_rest, b_short = (b_one - b_high.to(tl.float32)).to(tl.float16), (b_two - b_tall.to(tl.float32)).to(tl.float16)
+        b = tl.dot(b_rest, b_tall)
+        b = tl.dot(b_high, b_short, b)
+        b = tl.dot(b_high, b_tall, b)
+    return b
+
+
+@triton.jit
+def times_state(b_keys, b_state, DOT: tl.constexpr, ALL: tl.constexpr):
     """Keys or queries times a tile of the state, fp32. For keys in bf16 it is cut into three parts in bf16, which hold
-    all its digits."""
+    all its digits; two of them are taken where not ALL are wanted."""
     if b_keys.dtype == tl.bfloat16:
-        b_high = b_state.to(tl.bfloat16)
-        b_rest = b_state - b_high.to(tl.float32)
-        b_middle = b_rest.to(tl.bfloat16)
-        b_low = (b_rest - b_middle.to(tl.float32)).to(tl.bfloat16)
-        b_read = tl.dot(b_keys, b_low)
-        b_read = tl.dot(b_keys, b_middle, b_read)
+        b_high, b_middle, b_low = parts_of(b_state)
+        b_read = tl.dot(b_keys, b_middle)
+        if ALL:
+            b_read = tl.dot(b_keys, b_low, b_read)
         b_read = tl.dot(b_keys, b_high, b_read)
     else:
-        b_read = tl.dot(b_keys.to(tl.float32), b_state, input_precision=DOT)
+        b_read = times(b_keys.to(tl.float32), b_state, DOT, ALL)
     return b_read
 
 
@@ -129,44 +176,8 @@ def through(
         b_state = tl.load(
             p_state + o_k[:, None] * DV + o_v[None, :], mask=(o_k < SIZE)[:, None] & m_v[None, :], other=0.0
         )
-        b_read += times_state(keys_of(p_mixed, stride, rows, m_rows, first + at, SIZE - at, STEP), b_state, DOT)
+        b_read += times_state(keys_of(p_mixed, stride, rows, m_rows, first + at, SIZE - at, STEP), b_state, DOT, True)
     return b_read
-
-
-@triton.jit
-def through_both(
-    p_mixed,
-    stride,
-    rows,
-    m_rows,
-    first_k,
-    first_q,
-    p_state,
-    o_v,
-    m_v,
-    DV: tl.constexpr,
-    SIZE: tl.constexpr,
-    STEP: tl.constexpr,
-    DOT: tl.constexpr,
-):
-    """Keys and queries of rows, as vectors of length 1, times the state [Dk, Dv] at p_state: twice [len(rows),
-    len(o_v)]."""
-    b_read = tl.zeros((rows.shape[0], o_v.shape[0]), tl.float32)
-    b_asked = tl.zeros((rows.shape[0], o_v.shape[0]), tl.float32)
-    b_square_k = tl.zeros(rows.shape, tl.float32)
-    b_square_q = tl.zeros(rows.shape, tl.float32)
-    for at in range(0, SIZE, STEP):
-        o_k = at + tl.arange(0, STEP)
-        b_state = tl.load(
-            p_state + o_k[:, None] * DV + o_v[None, :], mask=(o_k < SIZE)[:, None] & m_v[None, :], other=0.0
-        )
-        b_k = keys_of(p_mixed, stride, rows, m_rows, first_k + at, SIZE - at, STEP)
-        b_q = keys_of(p_mixed, stride, rows, m_rows, first_q + at, SIZE - at, STEP)
-        b_square_k += tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), 1)
-        b_square_q += tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), 1)
-        b_read += times_state(b_k, b_state, DOT)
-        b_asked += times_state(b_q, b_state, DOT)
-    return b_read * tl.rsqrt(b_square_k + TINY)[:, None], b_asked * tl.rsqrt(b_square_q + TINY)[:, None]
 
 
 @triton.jit
@@ -200,17 +211,35 @@ def add_updates(
 @triton.jit
 def rates_of(p_a, p_b, s_a, s_b, rows, m_rows, log_decay, bias, scale):
     """g and beta of rows of one head; 0 where m_rows is false. beta is rounded to b's dtype on its way."""
-    b_a = tl.load(p_a + rows * s_a, mask=m_rows, other=0.0).to(tl.float32) + bias
-    b_b = tl.load(p_b + rows * s_b, mask=m_rows, other=0.0)
+    b_a = tl.load(p_a + rows * s_a, mask=m_rows, other=0.0)
+    return gate_of(b_a, m_rows, log_decay, bias), beta_of(
+        tl.load(p_b + rows * s_b, mask=m_rows, other=0.0), m_rows, scale
+    )
+
+
+@triton.jit
+def gate_of(b_a, m_rows, log_decay, bias):
+    b_a = b_a.to(tl.float32) + bias
     softplus = tl.where(b_a > 20.0, b_a, tl.log(1.0 + tl.exp(tl.minimum(b_a, 20.0))))
+    return tl.where(m_rows, -tl.exp(log_decay) * softplus, 0.0)
+
+
+@triton.jit
+def beta_of(b_b, m_rows, scale):
     beta = (tl.sigmoid(b_b.to(tl.float32)).to(b_b.dtype).to(tl.float32) * scale).to(b_b.dtype).to(tl.float32)
-    return tl.where(m_rows, -tl.exp(log_decay) * softplus, 0.0), tl.where(m_rows, beta, 0.0)
+    return tl.where(m_rows, beta, 0.0)
+
+
+@triton.jit
+def word_of(p_words, stride, rows, m_rows, block, BLOCK: tl.constexpr):
+    """Ancestors of rows from a block's first node on, as bits."""
+    return tl.load(p_words + rows * stride + ((block * BLOCK) >> 6), mask=m_rows, other=0) >> ((block * BLOCK) & 63)
 
 
 @triton.jit
 def seen_by(p_words, stride, rows, m_rows, block, BLOCK: tl.constexpr):
     """Nodes of a block that are ancestors of rows, or they themselves: [len(rows), BLOCK] bool."""
-    b_word = tl.load(p_words + rows * stride + ((block * BLOCK) >> 6), mask=m_rows, other=0) >> ((block * BLOCK) & 63)
+    b_word = word_of(p_words, stride, rows, m_rows, block, BLOCK)
     return ((b_word[:, None] >> tl.arange(0, BLOCK)[None, :]) & 1) != 0
 
 
@@ -220,26 +249,66 @@ def decay_of(b_seen, b_sum, b_other):
     return tl.exp(tl.where(b_seen, b_sum[:, None] - b_other[None, :], float("-inf")))
 
 
-SYSTEM = {32: (4, 32), 64: (8, 64)}
-"""Nodes of a block -> warps of a program of the first launch, and channels of keys that it takes at a time (the fastest
-on an H200)."""
-UPDATE_WARPS, UPDATE_STEP = 4, 32
-"""Those of the second. With 8 warps Triton 3.6 makes a kernel of it that reads beyond its buffers on Hopper."""
+@triton.jit
+def gates_of(
+    b_word,
+    b_a,
+    b_b,
+    p_a,
+    p_words,
+    s_a,
+    s_words,
+    rows,
+    m_rows,
+    nodes,
+    block,
+    log_decay,
+    bias,
+    scale,
+    BLOCK: tl.constexpr,
+):
+    """Of a block's nodes, with their words, a and b: which of them each sees, itself too, [BLOCK, BLOCK] bool, the sums
+    of g over all that it sees, and the betas."""
+    # zeros that lie as products do: what is added to them does, and is not moved before it meets a product
+    b_zero = tl.dot(tl.zeros((BLOCK, 16), tl.float16), tl.zeros((16, BLOCK), tl.float16))
+    o_n = tl.arange(0, BLOCK)
+    b_seen = ((b_word[:, None] >> o_n[None, :]) & 1) != 0
+    b_g = gate_of(b_a, m_rows, log_decay, bias)
+    b_sum = tl.sum(tl.where(b_seen, b_g[None, :], b_zero), 1)
+    for before in range(0, block):
+        others = (before * BLOCK + o_n).to(tl.int64)
+        m_others = others < nodes
+        b_g = gate_of(tl.load(p_a + others * s_a, mask=m_others, other=0.0), m_others, log_decay, bias)
+        b_there = seen_by(p_words, s_words, rows, m_rows, before, BLOCK)
+        b_sum += tl.sum(tl.where(b_there, b_g[None, :], b_zero), 1)
+    return b_seen, b_sum, beta_of(b_b, m_rows, scale)
 
 
 @triton.jit
 def _inverse(b_system, b_level, o_n, DOT: tl.constexpr):
-    """(1 + system)^-1, where system [N, N] has entries from nodes of a lower level only."""
-    b_one = tl.where(o_n[:, None] == o_n[None, :], 1.0, 0.0)
-    b_inverse = tl.where((b_level == 0)[:, None], b_one, 0.0)
-    for level in range(1, tl.max(b_level, 0) + 1):
-        b_next = b_one - tl.dot(b_system, b_inverse, input_precision=DOT)
-        b_inverse = tl.where((b_level == level)[:, None], b_next, b_inverse)
+    """(1 + system)^-1, where system [N, N] has entries from nodes of a lower level only: of every two levels, every
+    four, and so on. With inverses X of the lower and Y of the upper half of so many levels, and entries E of the upper
+    nodes from the lower, the whole's inverse is X, Y and -Y E X."""
+    b_row, b_column = b_level[:, None], b_level[None, :]
+    b_across = ((b_row & 1) == 1) & (b_column == b_row - 1)
+    b_inverse = tl.where(o_n[:, None] == o_n[None, :], 1.0, tl.where(b_across, -b_system, 0.0))
+    bits = 1
+    while (tl.max(b_level, 0) >> bits) > 0:
+        b_across = (((b_row >> bits) & 1) == 1) & ((b_column >> bits) == (b_row >> bits) - 1)
+        b_lower = times_small(tl.where(b_across, b_system, 0.0), b_inverse, DOT)
+        b_inverse -= times_small(b_inverse, b_lower, DOT)
+        bits += 1
     return b_inverse
 
 
-@triton.jit(do_not_specialize=["nodes", "s_mixed_b", "s_a_b", "s_b_b", "s_words_b", "s_words_n", "s_g_b"])
-def _tree_system(
+BLOCK = 32
+"""Nodes of a block. Tiles of 64 rows would be multiplied by warp groups on Hopper."""
+WARPS, STEP = 4, 32
+"""Warps of a program of both launches, and channels of keys that it takes at a time."""
+
+
+@triton.jit(do_not_specialize=["nodes", "s_a_b", "s_b_b", "s_words_b", "s_words_n", "s_g_b"])
+def _tree_inverse(
     p_mixed,
     p_a,
     p_b,
@@ -247,11 +316,9 @@ def _tree_system(
     p_bias,
     p_words,
     p_g,
-    p_pulls,
-    p_reads,
+    p_inverse,
     nodes,
     scale,
-    root,
     s_mixed_b,
     s_mixed_n,
     s_a_b,
@@ -267,81 +334,72 @@ def _tree_system(
     DK: tl.constexpr,
     STEP: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
     DOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_previous(PDL)
-    head = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    first_q = (head // (HV // HK)) * DK
-    first_k = first_q + HK * DK
-    blocks = tl.cdiv(nodes, BLOCK)
-    whole = blocks * BLOCK
+    head, block = tl.program_id(0), tl.program_id(1) if BLOCKS > 1 else 0
+    row = tl.program_id(2).to(tl.int64)
+    first = (HK + head // (HV // HK)) * DK
     log_decay = tl.load(p_decay + head).to(tl.float32)
     bias = tl.load(p_bias + head).to(tl.float32)
     p_mixed += row * s_mixed_b
     p_a += row * s_a_b + head
-    p_b += row * s_b_b + head
     p_words += row * s_words_b
-    p_g += row * s_g_b + head
-    p_pulls += (row * HV + head) * whole * whole
-    p_reads += (row * HV + head) * whole * whole
     o_n = tl.arange(0, BLOCK)
-    for block in range(0, blocks):
-        rows = (block * BLOCK + o_n).to(tl.int64)
-        m_rows = rows < nodes
-        b_g, b_beta = rates_of(p_a, p_b, s_a_n, s_b_n, rows, m_rows, log_decay, bias, scale)
-        b_seen = seen_by(p_words, s_words_n, rows, m_rows, block, BLOCK)
-        b_sum = tl.sum(tl.where(b_seen, b_g[None, :], 0.0), 1)
-        for before in range(0, block):
-            others = (before * BLOCK + o_n).to(tl.int64)
-            g_other, _ = rates_of(p_a, p_b, s_a_n, s_b_n, others, others < nodes, log_decay, bias, scale)
-            b_sum += tl.sum(
-                tl.where(seen_by(p_words, s_words_n, rows, m_rows, before, BLOCK), g_other[None, :], 0.0), 1
-            )
-        tl.store(p_g + rows * s_g_n, b_sum, mask=m_rows)
-        b_unit = scale_of(p_mixed, s_mixed_n, rows, m_rows, first_k, DK, STEP)
-        b_asked = scale_of(p_mixed, s_mixed_n, rows, m_rows, first_q, DK, STEP) / root
-        for before in range(0, block):
-            others = (before * BLOCK + o_n).to(tl.int64)
-            m_others = others < nodes
-            b_seen_there = seen_by(p_words, s_words_n, rows, m_rows, before, BLOCK)
-            b_decay = decay_of(b_seen_there, b_sum, tl.load(p_g + others * s_g_n))
-            b_decay *= scale_of(p_mixed, s_mixed_n, others, m_others, first_k, DK, STEP)[None, :]
-            p_tile = rows[:, None] * whole + others[None, :]
-            b_pairs = pairs_of(p_mixed, s_mixed_n, rows, m_rows, first_k, others, m_others, first_k, DK, STEP, DOT)
-            tl.store(p_pulls + p_tile, b_pairs * b_decay * b_unit[:, None])
-            b_pairs = pairs_of(p_mixed, s_mixed_n, rows, m_rows, first_q, others, m_others, first_k, DK, STEP, DOT)
-            tl.store(p_reads + p_tile, b_pairs * b_decay * b_asked[:, None])
-        p_tile = rows[:, None] * whole + rows[None, :]
-        b_decay = decay_of(b_seen, b_sum, b_sum) * b_unit[None, :]
-        b_pairs = pairs_of(p_mixed, s_mixed_n, rows, m_rows, first_q, rows, m_rows, first_k, DK, STEP, DOT)
-        tl.store(p_reads + p_tile, b_pairs * b_decay * b_asked[:, None])
-        b_above = b_seen & (o_n[:, None] != o_n[None, :])
-        b_pairs = pairs_of(p_mixed, s_mixed_n, rows, m_rows, first_k, rows, m_rows, first_k, DK, STEP, DOT)
-        b_system = tl.where(b_above, b_pairs * b_decay * (b_unit * b_beta)[:, None], 0.0)
-        b_inverse = _inverse(b_system, tl.sum(b_above.to(tl.int32), 1), o_n, DOT)
-        tl.store(p_pulls + p_tile, b_inverse * b_beta[None, :])
-        tl.debug_barrier()  # the next block reads the gates that this one wrote
+    rows = (block * BLOCK + o_n).to(tl.int64)
+    m_rows = rows < nodes
+    b_word = word_of(p_words, s_words_n, rows, m_rows, block, BLOCK)
+    b_a = tl.load(p_a + rows * s_a_n, mask=m_rows, other=0.0)
+    b_b = tl.load(p_b + row * s_b_b + head + rows * s_b_n, mask=m_rows, other=0.0)
+    b_seen, b_sum, b_beta = gates_of(
+        *(b_word, b_a, b_b, p_a, p_words, s_a_n, s_words_n, rows, m_rows, nodes, block, log_decay, bias, scale, BLOCK)
+    )
+    b_above = b_seen & (o_n[:, None] != o_n[None, :])
+    b_level = tl.sum(b_above.to(tl.int32), 1)
+    b_decay = decay_of(b_above, b_sum, b_sum) * b_beta[:, None]
+    wait_for_previous(PDL)
+    b_system = tl.zeros((BLOCK, BLOCK), tl.float32)
+    b_square = tl.zeros((BLOCK,), tl.float32)
+    for at in range(0, DK, STEP):
+        b_k = keys_of(p_mixed, s_mixed_n, rows, m_rows, first + at, DK - at, STEP)
+        b_square += tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), 1)
+        b_system += tl.dot(b_k, tl.trans(b_k), input_precision=DOT)
+    tl.store(p_g + row * s_g_b + head + rows * s_g_n, b_sum, mask=m_rows)
+    b_unit = tl.rsqrt(b_square + TINY)
+    b_system = b_system * b_decay * b_unit[:, None] * b_unit[None, :]
+    p_inverse += ((row * HV + head) * BLOCKS + block) * (BLOCK * BLOCK)
+    tl.store(p_inverse + o_n[:, None] * BLOCK + o_n[None, :], _inverse(b_system, b_level, o_n, DOT))
 
 
-@triton.jit(do_not_specialize=["nodes", "s_mixed_b", "s_u_b", "s_g_b"])
+@triton.jit(do_not_specialize=["nodes", "s_a_b", "s_b_b", "s_words_b", "s_words_n", "s_g_b"])
 def _tree_updates(
     p_mixed,
+    p_a,
+    p_b,
+    p_decay,
+    p_bias,
     p_state,
+    p_words,
     p_g,
-    p_pulls,
-    p_reads,
+    p_inverse,
     p_u,
     p_out,
     nodes,
+    scale,
     root,
     s_mixed_b,
     s_mixed_n,
-    s_u_b,
-    s_u_n,
+    s_a_b,
+    s_a_n,
+    s_b_b,
+    s_b_n,
+    s_words_b,
+    s_words_n,
     s_g_b,
     s_g_n,
+    s_u_b,
+    s_u_n,
     HK: tl.constexpr,
     HV: tl.constexpr,
     DK: tl.constexpr,
@@ -349,43 +407,79 @@ def _tree_updates(
     STEP: tl.constexpr,
     DV_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
     DOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_previous(PDL)
     head, row, first_q, first_k, o_v, m_v = tile_of(HK, HV, DK, DV, DV_BLOCK)
-    blocks = tl.cdiv(nodes, BLOCK)
-    whole = blocks * BLOCK
+    log_decay = tl.load(p_decay + head).to(tl.float32)
+    bias = tl.load(p_bias + head).to(tl.float32)
     p_mixed += row * s_mixed_b
-    p_u += row * s_u_b + head * DV
+    p_a += row * s_a_b + head
+    p_b += row * s_b_b + head
+    p_words += row * s_words_b
     p_g += row * s_g_b + head
-    p_pulls += (row * HV + head) * whole * whole
-    p_reads += (row * HV + head) * whole * whole
+    p_u += row * s_u_b + head * DV
     p_state += (row * HV + head) * (DK * DV)
+    p_inverse += (row * HV + head) * (BLOCKS * BLOCK * BLOCK)
     o_n = tl.arange(0, BLOCK)
-    for block in range(0, blocks):
+    for block in range(0, BLOCKS):
         rows = (block * BLOCK + o_n).to(tl.int64)
         m_rows = rows < nodes
         m_out = m_rows[:, None] & m_v[None, :]
-        b_grown = tl.exp(tl.load(p_g + rows * s_g_n, mask=m_rows, other=0.0))
-        b_read, b_asked = through_both(
-            p_mixed, s_mixed_n, rows, m_rows, first_k, first_q, p_state, o_v, m_v, DV, DK, STEP, DOT
-        )
-        b_wanted = tl.load(
+        b_v = tl.load(
             p_mixed + rows[:, None] * s_mixed_n + (2 * HK * DK + head * DV + o_v)[None, :], mask=m_out, other=0.0
+        ).to(tl.float32)
+        b_word = word_of(p_words, s_words_n, rows, m_rows, block, BLOCK)
+        b_a = tl.load(p_a + rows * s_a_n, mask=m_rows, other=0.0)
+        b_b = tl.load(p_b + rows * s_b_n, mask=m_rows, other=0.0)
+        b_read = tl.zeros((BLOCK, DV_BLOCK), tl.float32)
+        b_asked = tl.zeros((BLOCK, DV_BLOCK), tl.float32)
+        b_pairs = tl.zeros((BLOCK, BLOCK), tl.float32)
+        b_square_k = tl.zeros((BLOCK,), tl.float32)
+        b_square_q = tl.zeros((BLOCK,), tl.float32)
+        for at in range(0, DK, STEP):
+            o_k = at + tl.arange(0, STEP)
+            b_state = tl.load(
+                p_state + o_k[:, None] * DV + o_v[None, :], mask=(o_k < DK)[:, None] & m_v[None, :], other=0.0
+            )
+            b_k = keys_of(p_mixed, s_mixed_n, rows, m_rows, first_k + at, DK - at, STEP)
+            b_q = keys_of(p_mixed, s_mixed_n, rows, m_rows, first_q + at, DK - at, STEP)
+            b_square_k += tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), 1)
+            b_square_q += tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), 1)
+            b_read += times_state(b_k, b_state, DOT, True)
+            b_asked += times_state(b_q, b_state, DOT, False)
+            b_pairs += tl.dot(b_q, tl.trans(b_k), input_precision=DOT)
+        b_seen, b_sum, b_beta = gates_of(
+            *(b_word, b_a, b_b, p_a, p_words, s_a_n, s_words_n, rows, m_rows, nodes, block, log_decay, bias, scale),
+            BLOCK,
         )
-        b_wanted = b_wanted.to(tl.float32) - b_grown[:, None] * b_read
-        b_out = (b_grown / root)[:, None] * b_asked
+        b_unit = tl.rsqrt(b_square_k + TINY)
+        b_query = tl.rsqrt(b_square_q + TINY) / root
+        b_grown = tl.exp(b_sum)
+        b_decay = decay_of(b_seen, b_sum, b_sum) * b_unit[None, :]
+        b_wanted = b_v - (b_grown * b_unit)[:, None] * b_read
+        b_pairs *= b_decay * b_query[:, None]
+        b_out = (b_grown * b_query)[:, None] * b_asked
+        if block == 0:
+            wait_for_previous(PDL)
         for before in range(0, block):
             others = (before * BLOCK + o_n).to(tl.int64)
-            p_tile = rows[:, None] * whole + others[None, :]
-            u_other = tl.load(p_u + others[:, None] * s_u_n + o_v[None, :], mask=m_v[None, :], other=0.0)
-            b_wanted -= tl.dot(tl.load(p_pulls + p_tile), u_other, input_precision=DOT)
-            b_out += tl.dot(tl.load(p_reads + p_tile), u_other, input_precision=DOT)
-        p_tile = rows[:, None] * whole + rows[None, :]
-        b_u = tl.dot(tl.load(p_pulls + p_tile), b_wanted, input_precision=DOT)
+            m_others = others < nodes
+            b_there = seen_by(p_words, s_words_n, rows, m_rows, before, BLOCK)
+            b_decay = decay_of(b_there, b_sum, tl.load(p_g + others * s_g_n, mask=m_others, other=0.0))
+            b_decay *= scale_of(p_mixed, s_mixed_n, others, m_others, first_k, DK, STEP)[None, :]
+            u_other = tl.load(
+                p_u + others[:, None] * s_u_n + o_v[None, :], mask=m_others[:, None] & m_v[None, :], other=0.0
+            )
+            b_pulls = pairs_of(p_mixed, s_mixed_n, rows, m_rows, first_k, others, m_others, first_k, DK, STEP, DOT)
+            b_wanted -= times(b_pulls * b_decay * b_unit[:, None], u_other, DOT, True)
+            b_reads = pairs_of(p_mixed, s_mixed_n, rows, m_rows, first_q, others, m_others, first_k, DK, STEP, DOT)
+            b_out += times(b_reads * b_decay * b_query[:, None], u_other, DOT, False)
+        b_inverse = tl.load(p_inverse + (block * BLOCK + o_n)[:, None] * BLOCK + o_n[None, :])
+        b_u = times(b_inverse, b_wanted * b_beta[:, None], DOT, True)
         tl.store(p_u + rows[:, None] * s_u_n + o_v[None, :], b_u, mask=m_out)
-        b_out += tl.dot(tl.load(p_reads + p_tile), b_u, input_precision=DOT)
+        b_out += times(b_pairs, b_u, DOT, False)
         p_o = p_out + ((row * nodes + rows)[:, None] * HV + head) * DV + o_v[None, :]
         tl.store(p_o, b_out.to(p_out.dtype.element_ty), mask=m_out)
         tl.debug_barrier()  # the next block reads the updates that this one wrote
@@ -404,31 +498,21 @@ def wide_tree(
 ) -> Tensor:
     """`delta.delta_tree` of checked arguments, and of sizes HK, HV, DK, DV, DV_BLOCK and DOT."""
     batch, nodes = mixed.shape[:2]
-    block = 32 if nodes <= 32 else 64
-    whole = triton.cdiv(nodes, block) * block
-    pulls, reads = torch.empty((2, batch, sizes["HV"], whole, whole), dtype=torch.float32, device=mixed.device)
-    out = mixed.new_empty(batch, nodes, sizes["HV"], sizes["DV"])
-    root, parts = sizes["DK"] ** 0.5, triton.cdiv(sizes["DV"], sizes["DV_BLOCK"])
-    (warps, step), wide = SYSTEM[block], max(16, triton.next_power_of_2(sizes["DK"]))
-    shared = {"BLOCK": block, "DOT": sizes["DOT"], "HK": sizes["HK"], "HV": sizes["HV"], "DK": sizes["DK"]}
-    _tree_system[(sizes["HV"], batch)](
-        *(mixed, a, b, rates.log_decay, rates.bias, words, gates, pulls, reads),
-        *(nodes, rates.scale, root, *strides(2, mixed, a, b, words, gates)),
-        **shared,
-        STEP=min(step, wide),
-        num_warps=warps,
-        num_stages=1,
-        **dependent(mixed.device),
+    blocks, heads = triton.cdiv(nodes, BLOCK), sizes["HV"]
+    inverse = torch.empty(batch, heads, blocks, BLOCK, BLOCK, dtype=torch.float32, device=mixed.device)
+    out = mixed.new_empty(batch, nodes, heads, sizes["DV"])
+    given, scales = (mixed, a, b, words, gates), (rates.log_decay, rates.bias)
+    options = {name: sizes[name] for name in ("HK", "HV", "DK", "DOT")} | {"BLOCK": BLOCK, "BLOCKS": blocks}
+    options |= {"STEP": min(STEP, max(16, triton.next_power_of_2(sizes["DK"]))), "num_warps": WARPS, "num_stages": 1}
+    options |= dependent(mixed.device)
+    _tree_inverse[(heads, blocks, batch)](
+        *(mixed, a, b, *scales, words, gates, inverse), *(nodes, rates.scale, *strides(2, *given)), **options
     )
-    _tree_updates[(sizes["HV"] * parts, batch)](
-        *(mixed, state, gates, pulls, reads, updates, out),
-        *(nodes, root, *strides(2, mixed, updates, gates)),
-        **shared,
+    _tree_updates[(heads * triton.cdiv(sizes["DV"], sizes["DV_BLOCK"]), batch)](
+        *(mixed, a, b, *scales, state, words, gates, inverse, updates, out),
+        *(nodes, rates.scale, sizes["DK"] ** 0.5, *strides(2, *given, updates)),
+        **options,
         DV=sizes["DV"],
         DV_BLOCK=sizes["DV_BLOCK"],
-        STEP=min(UPDATE_STEP, wide),
-        num_warps=UPDATE_WARPS,
-        num_stages=1,
-        **dependent(mixed.device),
     )
     return out
