@@ -56,13 +56,15 @@ def sized(plan: Plan) -> Plan:
 
 
 def _chooses_sizes(plan: Plan) -> bool:
-    """True where sizes that follow a clock change no bit of an answer, in mixtures, to which a node of a large tree
-    costs as much as a token, with recurrent layers, which nothing holds to bits, and in batches on the CPU, to which
-    all nodes cost as much, in fp32, where they change no token that is returned alone."""
+    """True where sizes that follow a clock change no bit of an answer, or none that the load leaves as it is, in
+    mixtures, to which a node of a large tree costs as much as a token, with recurrent layers, which nothing holds to
+    bits, and in batches on the CPU, to which all nodes cost as much, in fp32, where they change no token that is
+    returned alone."""
     if plan.device.type == "cpu":
         alone = plan.request.width == 1 or plan.request.keeps_logits
         return not alone and dtype_of(plan.model) == torch.float32
-    return plan.ops.exact or experts_share(plan.model) < 1 or any(recurrent_layers(plan.model.config))
+    costs = experts_share(plan.model) < 1 or any(recurrent_layers(plan.model.config))
+    return plan.ops.exact or plan.follows_load or costs
 
 
 def engine_of(plan: Plan) -> tuple[Engine[HFModel], Hashable]:
