@@ -207,9 +207,11 @@ def test_a_devices_own_trees_have_sizes_that_pay_where_these_change_no_token_or_
         how = SimpleNamespace(sample=temperature is not None, temperature=temperature)
         ids = torch.ones(rows, 3, dtype=torch.long)
         request = Request(ids, ids.sum(1), [], 8, frozenset(), None, **keeps)
-        return assembly.sized(
+        decided = assembly.sized(
             Asked(decoding, model, replace(TORCH, exact=exact), how, torch.device(kind), request, follows_load)
-        ).decoding.steps
+        ).decoding
+        assert decided.chooses_fed == (follows_load and not exact and decided.steps is not None)
+        return decided.steps
 
     dense, mixture, recurrent = map(tiny_model, ("llama", "qwen3_moe", "qwen3_5_text"))
     assert steps(config, dense, True) == steps(config, mixture, False, temperature=1.0) == (config, "cuda")

@@ -409,6 +409,24 @@ def test_rounds_that_the_host_decides_have_times_of_their_own() -> None:
     assert sizes.known[0] == {1: 10.0, 60: 30.0} and sizes.known[-1][60] == pytest.approx(37.0)
 
 
+def test_no_rounds_choose_but_those_that_the_host_corrects_where_that_is_asked_for() -> None:
+    """Others have the first trees from the second round on, whatever they accept."""
+    costs = COSTS["small, on a GPU"]
+    known = {32: {1: costs[0], **{shape.total_tokens: cost for shape, cost in zip(SHAPES, costs[1:], strict=True)}}}
+    sizes = chooser(costs, known=known, captures=True, fed=True)
+    sizes.made, sizes.rounds = frozenset(range(6)), SETTLED
+    for place in (Place.DEVICE, Place.FED, Place.HOST, Place.FED, Place.DEVICE):
+        taken = list[int]()
+        for _ in range(3):
+            sizes.begin()
+            for _ in range(128):
+                taken.append(sizes.size)
+                assert sizes.goes_on or place is Place.FED or len(taken) == 1
+                sizes.count(sizes.size, [0] if sizes.size else [], costs[sizes.size], 500, range(6), 1.0, place)
+        assert taken.count(0) > 350 if place is Place.FED else set(taken[1:]) == {5}
+    assert set(sizes.known) == {32}
+
+
 @pytest.mark.parametrize("place", [Place.FED, Place.HOST])
 def test_what_a_round_without_drafts_takes_is_measured_at_every_place_of_its_verdict(place: Place) -> None:
     """Drafts that pay by the device's own rounds do not where trees take more and rounds without drafts do not."""

@@ -280,6 +280,7 @@ def test_an_exact_model_s_default_chooses_sizes_and_keeps_the_bits(
         patched = fastspec.patched(model, eagle3=head, exact=False)
         with patched, fastspec.continuous(model, "eagle3", rows=4, max_length=128, narrows=narrows) as batch:
             assert all((each is not None) == narrows for each in chosen(batch).values())
+            assert all(each is None or each.fed for each in chosen(batch).values())
 
 
 def by_clock(monkeypatch: pytest.MonkeyPatch, ms: Callable[[Place, int], float]) -> list[tuple[Place, int]]:
@@ -318,12 +319,14 @@ def test_texts_of_which_nothing_is_accepted_rest_after_few_rounds(monkeypatch: p
     assert spent < 1.03 * len(nodes) and nodes.count(1) > 0.9 * len(nodes)
 
 
-def test_rows_held_to_a_grammar_have_the_nodes_that_pay_there(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fed", [False, True])
+def test_rows_held_to_a_grammar_have_the_nodes_that_pay_there(fed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts that pay where the host has no part in a round, and where it chooses all tokens, which a warm-up has
-    measured too, cost more than they bring where it corrects what was chosen."""
+    measured too, cost more than they bring where it corrects what was chosen. With `fed` no others choose."""
     pytest.importorskip("llguidance")
     trees = {Place.DEVICE: 1.5, Place.FED: 6.0, Place.HOST: 9.0}
     ran = by_clock(monkeypatch, lambda place, nodes: trees[place] if nodes > 1 else 8.0 if place is Place.HOST else 1.0)
+    monkeypatch.setattr(assembly, "TreeSizes", lambda *given, **more: TreeSizes(*given, **{**more, "fed": fed}))
     plain, model = terse(), terse()
     held = {**GREEDY, "eos_token_id": 5, "logits_processor": [fastspec.Grammar(TOKENIZER, json_schema=SCHEMA)]}
     fastspec.patch(model, eagle3=seer(model))
@@ -340,3 +343,4 @@ def test_rows_held_to_a_grammar_have_the_nodes_that_pay_there(monkeypatch: pytes
                 assert {place for place, _ in ran} == {Place.FED} and spent < 1.06 * tokens, (spent, tokens)
             else:
                 assert {place for place, _ in ran} == {Place.DEVICE} and spent < 0.8 * tokens, (spent, tokens)
+                assert not fed or len({nodes for _, nodes in ran[2:]}) == 1

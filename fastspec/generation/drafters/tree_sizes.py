@@ -104,7 +104,8 @@ class TreeSizes:
 
     `prior` has milliseconds of a round of every size, by which sizes are compared that were not measured, and `known`
     what was measured before. With `timed=False` what the rounds of a call take is used from the next call on, as
-    processes do that must choose alike. `captures` says that a size has to be captured before it runs, and `switch`
+    processes do that must choose alike. With `fed` no rounds choose but those that the host corrects; others have the
+    `first` trees. `captures` says that a size has to be captured before it runs, and `switch`
     what a change costs, in milliseconds, beside the rounds, before one was measured: none is in flight then, and a
     drafter reads what was emitted without it.
     """
@@ -119,10 +120,11 @@ class TreeSizes:
         captures: bool = False,
         switch: float = 0.0,
         timed: bool = True,
+        fed: bool = False,
         keep: Callable[[Milliseconds], object] | None = None,
     ) -> None:
         self.shapes, self.prior, self.captures, self.timed, self.keep = tuple(shapes), prior, captures, timed, keep
-        self.switch = switch
+        self.switch, self.fed = switch, fed
         self.changes = deque[float](maxlen=CHANGES), deque[float](maxlen=CHANGES)
         """Target passes that the last changes of size cost beside their rounds: of rounds with drafts to others or to
         none, and of rounds without to some."""
@@ -165,7 +167,7 @@ class TreeSizes:
         self.credit = self._credit()
         """Target passes by which drafts may overdraw what is left."""
         self._measured()
-        if self.drafted < EVIDENCE and self._affords(self.first):
+        if self._is_fixed or (self.drafted < EVIDENCE and self._affords(self.first)):
             self._use(self.first, BLOCK)
         else:
             self._choose(begins=True)
@@ -226,12 +228,19 @@ class TreeSizes:
     @property
     def goes_on(self) -> bool:
         """True where the round after the next one has the same size, as far as is known."""
+        if self._is_fixed:
+            return True
         return self.due > 1 if self.probes or not self.size else self._affords(self.size, 2)
 
     @property
     def tries_next(self) -> bool:
         """True where the next round is the last one before drafts are tried again, as far as is known."""
         return self.waits and self.due == 1
+
+    @property
+    def _is_fixed(self) -> bool:
+        """True where rounds as the last one have the first trees."""
+        return self.fed and split(self.length)[0] is not Place.FED
 
     def ms(self, size: int) -> float:
         """Milliseconds of a round of this size: measured, or by the prior's ratio to the nearest that was."""
@@ -272,9 +281,16 @@ class TreeSizes:
         """Take a round of this size: the drafts that each running row accepted of those that take some, its
         milliseconds where these say something, and the longest text. `made` are the sizes that have run before in these
         rounds, `share` is that of the running rows that take drafts, and `place` that of the verdict."""
+        fixed = self._is_fixed
         self._of_kind(bucket(length, place))
         self.made, self.share = frozenset(made), share
         self.rounds += 1
+        if self._is_fixed:
+            self.last = size
+            self._use(self.first, BLOCK)
+            return
+        if fixed:  # what pays from here on is another question
+            self._use(size, 1)
         self.since += 1
         former, self.last = self.last, size
         changed = former is not None and former != size

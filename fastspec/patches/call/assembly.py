@@ -48,23 +48,23 @@ def sized(plan: Plan) -> Plan:
     decoding = plan.decoding
     if not isinstance(decoding, SizedDecoding):
         return plan
-    if decoding.device_steps is not None and _chooses_sizes(plan):
-        decoding = replace(decoding, steps=decoding.device_steps)
+    if decoding.device_steps is not None:
+        whole = _chooses_sizes(plan)
+        if whole or (plan.follows_load and plan.device.type != "cpu"):
+            decoding = replace(decoding, steps=decoding.device_steps, chooses_fed=not whole)
     if plan.processing.sample:
         decoding = decoding.sampled(plan.processing.temperature)
     return plan if decoding is plan.decoding else replace(plan, decoding=decoding)
 
 
 def _chooses_sizes(plan: Plan) -> bool:
-    """True where sizes that follow a clock change no bit of an answer, or none that the load leaves as it is, in
-    mixtures, to which a node of a large tree costs as much as a token, with recurrent layers, which nothing holds to
-    bits, and in batches on the CPU, to which all nodes cost as much, in fp32, where they change no token that is
-    returned alone."""
+    """True where sizes that follow a clock change no bit of an answer, in mixtures, to which a node of a large tree
+    costs as much as a token, with recurrent layers, which nothing holds to bits, and in batches on the CPU, to which
+    all nodes cost as much, in fp32, where they change no token that is returned alone."""
     if plan.device.type == "cpu":
         alone = plan.request.width == 1 or plan.request.keeps_logits
         return not alone and dtype_of(plan.model) == torch.float32
-    costs = experts_share(plan.model) < 1 or any(recurrent_layers(plan.model.config))
-    return plan.ops.exact or plan.follows_load or costs
+    return plan.ops.exact or experts_share(plan.model) < 1 or any(recurrent_layers(plan.model.config))
 
 
 def engine_of(plan: Plan) -> tuple[Engine[HFModel], Hashable]:
@@ -213,7 +213,7 @@ def tree_sizes(plan: Plan) -> TreeSizes | None:
     if not isinstance(decoding, SizedDecoding) or decoding.steps is None:
         return None
     device, dtype, known = plan.device, dtype_of(model), plan.session.trees
-    key = decoding.steps, rows, device, dtype, decoding.temperature
+    key = decoding.steps, rows, device, dtype, decoding.chooses_fed, decoding.temperature
     if key not in known:
         shapes, first = decoding.sizes(rows, ops)
         head = sum(weight.nbytes for module in decoding.modules for weight in module.parameters())
@@ -227,6 +227,7 @@ def tree_sizes(plan: Plan) -> TreeSizes | None:
             captures=ops.captures,
             switch=cost_on(device).host if ops.captures else 0.0,
             timed=plan.ranks is None,
+            fed=decoding.chooses_fed,
             keep=partial(keep_times, path),
         )
     return known[key]
