@@ -224,9 +224,9 @@ class _DynamicTree:
 @dataclass(frozen=True, slots=True)
 class Eagle3(_DynamicTree):
     """EAGLE-3 drafting with dynamic trees. Fields left at None take the device's default tree as a whole (on the C++
-    kernels of the CPU a smaller one, in calls that sample a shallower one; "auto" on a GPU for exact models, mixtures
-    and recurrent layers, and on a CPU in batches of fp32 that return tokens alone) or, where one is given, the
-    published values (depth 7, top_k 10, total_tokens 60) for the rest.
+    kernels of the CPU a smaller one, in calls that sample a shallower one; "auto" on a GPU for exact models, mixtures,
+    recurrent layers and rows held to grammars in open batches, and on a CPU in batches of fp32 that return tokens
+    alone) or, where one is given, the published values (depth 7, top_k 10, total_tokens 60) for the rest.
 
     total_tokens="auto" lets every round have as many nodes as pay, by the measured times of rounds and what was
     accepted so far, down to none (docs/guide/assistants.md); depth and top_k then bound the trees where they are given.

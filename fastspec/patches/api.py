@@ -264,9 +264,9 @@ def continuous(
     up to eight short prompts that wait are read in one pass.
 
     Rounds have as many rows as the load needs, 1, 2, 4, ... up to `rows`, since a tree in an idle row costs as much as
-    in another. In low precision a text's rounding depends on the number of rows, and so on the load. With
-    `narrows=False` there are always `rows`, which take half the memory of keys and values, and each prompt is read
-    alone.
+    in another. In low precision a text's rounding depends on the number of rows, and so on the load, and on a
+    GPU, for rows held to grammars, on trees of as many nodes as pay. With `narrows=False` there are always `rows`,
+    which take half the memory of keys and values, and each prompt is read alone.
 
     Processes that hold the model together (`tp_plan`) all call this with the same arguments. The first takes prompts;
     the others run the same rounds until it closes its batch, which `close` and the end of a `with` block wait for, and

@@ -185,7 +185,7 @@ class OpenTurns(ABC):
         request = Request(text.ids, torch.ones_like(root), [], 0, ends, None, answers=answers)
         processing = Processing(LogitsProcessorList())
         plan = Plan(self.model, self.session, self.decoding, ops, text, request, self.max_length, processing)
-        plan = replace(sized(plan), ranks=self.ranks)
+        plan = replace(sized(replace(plan, follows_load=self._narrows)), ranks=self.ranks)
         engine = new_engine(plan)
         self._agree_on_sizes(engine)
         if isinstance(engine.drafter, HostDrafter):  # processes choose alike

@@ -170,7 +170,7 @@ def report(model: Any) -> Report:
         memory=None if "cascade" not in session.resources else session.resources["cascade"].memory_stats,
         trees={
             (config, rows): sizes.choice()
-            for ((config, _), rows, *where, _), sizes in session.trees.items()
+            for ((config, _), rows, *where, _, _), sizes in session.trees.items()
             if where == [device, dtype]
         },
     )

@@ -188,6 +188,7 @@ class Asked:
     processing: Any
     device: torch.device
     request: Request
+    follows_load: bool
 
 
 @pytest.mark.parametrize("config", [Eagle3(), Eagle2(), Mtp(draft_vocab="full"), Eagle3(fused=False)], ids=repr)
@@ -199,20 +200,25 @@ def test_a_devices_own_trees_have_sizes_that_pay_where_these_change_no_token_or_
         kind: str = "cuda",
         temperature: float | None = None,
         rows: int = 1,
+        follows_load: bool = False,
         **keeps: bool,
     ) -> Any:
         decoding: Any = assistants.EagleDecoding(**trees_of(config, kind)[0], head=None)
         how = SimpleNamespace(sample=temperature is not None, temperature=temperature)
         ids = torch.ones(rows, 3, dtype=torch.long)
         request = Request(ids, ids.sum(1), [], 8, frozenset(), None, **keeps)
-        return assembly.sized(
-            Asked(decoding, model, replace(TORCH, exact=exact), how, torch.device(kind), request)
-        ).decoding.steps
+        decided = assembly.sized(
+            Asked(decoding, model, replace(TORCH, exact=exact), how, torch.device(kind), request, follows_load)
+        ).decoding
+        assert decided.chooses_fed == (follows_load and not exact and decided.steps is not None)
+        return decided.steps
 
     dense, mixture, recurrent = map(tiny_model, ("llama", "qwen3_moe", "qwen3_5_text"))
     assert steps(config, dense, True) == steps(config, mixture, False, temperature=1.0) == (config, "cuda")
     assert steps(config, recurrent, False) == (config, "cuda")
     assert steps(config, dense, False, rows=8) is None and steps(config, mixture, False, "cpu") is None
+    assert steps(config, dense, False, follows_load=True) == (config, "cuda")
+    assert steps(config, dense, False, "cpu", follows_load=True) is None
     assert steps(config, dense, False, "cpu", rows=2) == (config, "cpu")
     assert steps(config, dense, False, "cpu", rows=2, keep_scores=True) is None
     assert steps(config, copy.deepcopy(dense).half(), False, "cpu", rows=2) is None

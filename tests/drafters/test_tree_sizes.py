@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from fastspec import files
 from fastspec.default_trees import BATCH_TREES, TREE_STEPS, TreeShape
 from fastspec.generation.drafters.acceptance import SURE, SUREST, WIDTH, Acceptance, breadth
+from fastspec.generation.drafters.base import Place
 from fastspec.generation.drafters.tree_sizes import (
     BETTER,
     BETWEEN_CALLS,
@@ -35,6 +36,7 @@ from fastspec.generation.drafters.tree_sizes import (
     TreeChoice,
     TreeSizes,
     bucket,
+    split,
 )
 from fastspec.patches.call import assembly
 
@@ -386,22 +388,64 @@ def test_without_a_clock_a_call_uses_what_earlier_ones_took() -> None:
 
 
 def test_rounds_that_the_host_decides_have_times_of_their_own() -> None:
-    """Begun with those of the device's rounds, and so much more for all sizes; texts of another length keep to their
-    kind."""
-    assert [bucket(length, hosted=True) for length in (0, 1025, 65536)] == [-1, -2, -4]
+    """Begun with those of the device's rounds with drafts, and so much more for all of them; texts of another length
+    keep to their kind."""
+    assert [bucket(length, Place.HOST) for length in (0, 1025, 65536)] == [-1, -2, -4]
+    kinds = {bucket(length, place): (place, at) for place in Place for at, length in enumerate((9, 1025, 4097, 65536))}
+    assert len(kinds) == 12 and all(split(kind)[0] is place for kind, (place, _) in kinds.items())
     sizes = chooser((1.0, 2.0, 3.0, 4.0, 5.0, 6.0), known={0: {1: 10.0, 60: 30.0}, 2: {1: 14.0, 60: 34.0}})
     sizes._use(5, 2)
     for _ in range(2):
-        sizes.count(5, [3], 36.0, 500, {5}, 1.0, True)
-    assert sizes.known[-1] == {1: 16.0, 60: 36.0} and sizes.known[0] == {1: 10.0, 60: 30.0}
-    sizes.count(0, [], None, 20000, {5}, 1.0, True)
-    assert sizes.ms(0) == 16.0 and sizes.length == -4
+        sizes.count(5, [3], 36.0, 500, {5}, 1.0, Place.HOST)
+    assert sizes.known[-1] == {60: 36.0} and sizes.known[0] == {1: 10.0, 60: 30.0}
+    sizes.count(0, [], None, 20000, {5}, 1.0, Place.HOST)
+    assert sizes.ms(0) == pytest.approx(36 / 4.8) and sizes.length == -4
     sizes.count(0, [], None, 20000, {5})
     assert sizes.ms(0) == 14.0 and sizes.length == 3
     sizes._use(5, 3)
-    for hosted, ms in ((False, 80.0), (True, 40.0), (True, 40.0)):  # one sample alone says nothing
-        sizes.count(5, [3], ms, 500, {5}, 1.0, hosted)
+    sizes.left = 100.0
+    for place, ms in ((Place.DEVICE, 80.0), (Place.HOST, 40.0), (Place.HOST, 40.0)):  # one sample alone says nothing
+        sizes.count(5, [3], ms, 500, {5}, 1.0, place)
     assert sizes.known[0] == {1: 10.0, 60: 30.0} and sizes.known[-1][60] == pytest.approx(37.0)
+
+
+def test_no_rounds_choose_but_those_that_the_host_corrects_where_that_is_asked_for() -> None:
+    """Others have the first trees from the second round on, whatever they accept."""
+    costs = COSTS["small, on a GPU"]
+    known = {32: {1: costs[0], **{shape.total_tokens: cost for shape, cost in zip(SHAPES, costs[1:], strict=True)}}}
+    sizes = chooser(costs, known=known, captures=True, fed=True)
+    sizes.made, sizes.rounds = frozenset(range(6)), SETTLED
+    for place in (Place.DEVICE, Place.FED, Place.HOST, Place.FED, Place.DEVICE):
+        taken = list[int]()
+        for _ in range(3):
+            sizes.begin()
+            for _ in range(128):
+                taken.append(sizes.size)
+                assert sizes.goes_on or place is Place.FED or len(taken) == 1
+                sizes.count(sizes.size, [0] if sizes.size else [], costs[sizes.size], 500, range(6), 1.0, place)
+        assert taken.count(0) > 350 if place is Place.FED else set(taken[1:]) == {5}
+    assert set(sizes.known) == {32}
+
+
+@pytest.mark.parametrize("place", [Place.FED, Place.HOST])
+def test_what_a_round_without_drafts_takes_is_measured_at_every_place_of_its_verdict(place: Place) -> None:
+    """Drafts that pay by the device's own rounds do not where trees take more and rounds without drafts do not."""
+    costs = COSTS["small, on a GPU"]
+    device = {1: costs[0], **{shape.total_tokens: cost for shape, cost in zip(SHAPES, costs[1:], strict=True)}}
+    sizes = chooser(costs, known={0: device}, captures=True)
+    sizes.made = frozenset(range(6))
+    sizes.rounds = SETTLED
+    for _ in range(4):
+        sizes.begin()
+        spent, plain, tokens = 0.0, 0, 0
+        while tokens < 128:
+            plain += not sizes.size
+            accepted = [2] if sizes.size == 5 else [1] if sizes.size else []
+            ms = costs[sizes.size] + (1.0 if sizes.size else 0.0)
+            spent, tokens = spent + ms, tokens + 1 + sum(accepted)
+            sizes.count(sizes.size, accepted, ms, 500, range(6), 1.0, place)
+    assert spent < 1.03 * tokens * costs[0] and plain > 0.9 * tokens  # the last text
+    assert sizes.known[bucket(500, place)][1] == pytest.approx(costs[0]) and sizes.known[0] == device
 
 
 def test_rows_that_take_no_drafts_lessen_what_they_are_worth() -> None:

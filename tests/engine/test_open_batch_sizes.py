@@ -3,6 +3,8 @@ its times, and answers are those of fixed trees."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +18,9 @@ from helpers.open import GREEDY, alone, made, texts, told
 from helpers.sizes import AUTO, ORDER, force_sizes
 
 import fastspec
-from fastspec.generation.drafters.base import RootsOnly
+from fastspec.generation.drafters.base import Place, RootsOnly
 from fastspec.generation.drafters.head_drafter import HeadDrafter
-from fastspec.generation.drafters.tree_sizes import TreeSizes
+from fastspec.generation.drafters.tree_sizes import FED_KINDS, TreeSizes
 from fastspec.generation.engine.engine import Engine
 from fastspec.patches.call import assembly
 
@@ -86,7 +88,8 @@ def test_rows_held_to_grammars_find_every_size_captured(device: str, monkeypatch
 
 
 def test_a_warm_up_measures_every_size(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In rounds of every number of rows, those that the host decides apart; a text that comes behind it is not cold."""
+    """In rounds of every number of rows, those that the host decides or corrects apart; a text that comes behind it is
+    not cold."""
     kept: list[Any] = []
     monkeypatch.setattr(assembly, "keep_times", lambda path, known: kept.append(known))
     monkeypatch.setattr(assembly, "read_times", lambda path: {})
@@ -94,7 +97,7 @@ def test_a_warm_up_measures_every_size(device: str, monkeypatch: pytest.MonkeyPa
     with fastspec.continuous(model, AUTO, rows=2, max_length=100) as batch:
         batch.warmup(length=40)
         for sizes in chosen(batch).values():
-            assert sizes is not None and set(sizes.known) == {0, -1} and sizes.acceptance.tried[-1][0] == 0
+            assert sizes is not None and set(sizes.known) == {0, -1, FED_KINDS} and sizes.acceptance.tried[-1][0] == 0
             for spent in sizes.known.values():
                 assert set(spent) == {1, *(shape.total_tokens for shape in sizes.shapes)} and min(spent.values()) > 0
             assert any(each is sizes.known for each in kept) and all(sizes.choice().measured)
@@ -253,7 +256,8 @@ def test_a_row_that_takes_no_drafts_is_read_whole(captured: bool, monkeypatch: p
 def test_an_exact_model_s_default_chooses_sizes_and_keeps_the_bits(
     forced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bf16 any size has the answers of `autoregressive`; a model that is not exact keeps its fixed trees."""
+    """In bf16 any size has the answers of `autoregressive`; a model that is not exact keeps its fixed trees where it
+    has all rows whatever the load."""
     pytest.importorskip("triton")
     model = tiny_model("llama").to("cuda", torch.bfloat16)
     head, ids = tiny_head(model).to(model.device, model.dtype), texts(9, 3, 14, 5, 7, 40)
@@ -272,43 +276,71 @@ def test_an_exact_model_s_default_chooses_sizes_and_keeps_the_bits(
                 assert told([batch.submit(each, **asked) for each in ids]) == want
             assert not ran
             assert fastspec.report(model).graph_bytes > 0
-    patched = fastspec.patched(model, eagle3=head, exact=False)
-    with patched, fastspec.continuous(model, "eagle3", rows=4, max_length=128) as batch:
-        assert set(chosen(batch).values()) == {None}
+    for narrows in (True, False):
+        patched = fastspec.patched(model, eagle3=head, exact=False)
+        with patched, fastspec.continuous(model, "eagle3", rows=4, max_length=128, narrows=narrows) as batch:
+            assert all((each is not None) == narrows for each in chosen(batch).values())
+            assert all(each is None or each.fed for each in chosen(batch).values())
 
 
-def test_texts_of_which_nothing_is_accepted_rest_after_few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By times that a clock of the test's own gives: a round takes a millisecond and half a millisecond more a node."""
-    stand_in(monkeypatch)
-    monkeypatch.setattr(assembly, "keep_times", lambda path, known: None)
-    monkeypatch.setattr(assembly, "read_times", lambda path: {})
-    nodes: list[int] = []
-    step = Engine._step
+def by_clock(monkeypatch: pytest.MonkeyPatch, ms: Callable[[Place, int], float]) -> list[tuple[Place, int]]:
+    """Let a clock of the test's own say what a round takes, by the place of its verdict and its nodes -> both, of every
+    round."""
+    ran: list[tuple[Place, int]] = []
+    step, clock = Engine._step, SimpleNamespace(seconds=0.0)
+    clock.perf_counter = lambda: clock.seconds
 
     def stepped(self: Engine[Any], program: Any, *call: Any) -> Any:
         found = step(self, program, *call)
-        nodes.append(self.last.tree.tokens.shape[1])
-        self.measured_from = None if self.measured_from is None else CLOCK.now()
-        CLOCK.seconds += 1e-3 + 5e-4 * (nodes[-1] - 1)
+        ran.append((self.place, self.last.tree.tokens.shape[1]))
+        clock.seconds += ms(*ran[-1]) / 1e3
         return found
 
-    class Clock:
-        seconds = 0.0
-
-        def now(self) -> float:
-            return self.seconds
-
-        perf_counter = now
-
-    CLOCK = Clock()
+    stand_in(monkeypatch)
+    monkeypatch.setattr(assembly, "keep_times", lambda path, known: None)
+    monkeypatch.setattr(assembly, "read_times", lambda path: {})
     monkeypatch.setattr(Engine, "_step", stepped)
-    monkeypatch.setattr("fastspec.generation.engine.engine.time", CLOCK)
+    monkeypatch.setattr("fastspec.generation.engine.engine.time", clock)
+    return ran
+
+
+def test_texts_of_which_nothing_is_accepted_rest_after_few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round takes a millisecond and half a millisecond more a node."""
+    ran = by_clock(monkeypatch, lambda place, nodes: 0.5 + 0.5 * nodes)
     model = bigram()
     fastspec.patch(model, eagle3=tiny_head(model))
     with fastspec.continuous(model, AUTO, rows=2, max_length=300, narrows=False) as batch:
         batch.warmup(length=40)
-        nodes.clear()
+        ran.clear()
         for _ in range(3):
             told([batch.submit(each, **GREEDY, max_new_tokens=200) for each in texts(5, 9)])
+        nodes = [count for _, count in ran]
         spent = sum(1 + 0.5 * (count - 1) for count in nodes)
     assert spent < 1.03 * len(nodes) and nodes.count(1) > 0.9 * len(nodes)
+
+
+@pytest.mark.parametrize("fed", [False, True])
+def test_rows_held_to_a_grammar_have_the_nodes_that_pay_there(fed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts that pay where the host has no part in a round, and where it chooses all tokens, which a warm-up has
+    measured too, cost more than they bring where it corrects what was chosen. With `fed` no others choose."""
+    pytest.importorskip("llguidance")
+    trees = {Place.DEVICE: 1.5, Place.FED: 6.0, Place.HOST: 9.0}
+    ran = by_clock(monkeypatch, lambda place, nodes: trees[place] if nodes > 1 else 8.0 if place is Place.HOST else 1.0)
+    monkeypatch.setattr(assembly, "TreeSizes", lambda *given, **more: TreeSizes(*given, **{**more, "fed": fed}))
+    plain, model = terse(), terse()
+    held = {**GREEDY, "eos_token_id": 5, "logits_processor": [fastspec.Grammar(TOKENIZER, json_schema=SCHEMA)]}
+    fastspec.patch(model, eagle3=seer(model))
+    ids = texts(9, 7, 4, 12, 5, 8)
+    with fastspec.continuous(model, AUTO, rows=1, max_length=120) as batch:
+        batch.warmup(length=60)
+        for options, count in ((held, 24), ({**GREEDY, "eos_token_id": 5}, 60), (held, 24)):
+            ran.clear()
+            found = [told([batch.submit(each, **options, max_new_tokens=count)])[0] for each in ids]
+            assert found == [alone(plain, each, count, **options) for each in ids]
+            tokens = sum(map(len, found)) - len(found)
+            spent = sum(trees[place] if nodes > 1 else 1.0 for place, nodes in ran)
+            if options is held:
+                assert {place for place, _ in ran} == {Place.FED} and spent < 1.06 * tokens, (spent, tokens)
+            else:
+                assert {place for place, _ in ran} == {Place.DEVICE} and spent < 0.8 * tokens, (spent, tokens)
+                assert not fed or len({nodes for _, nodes in ran[2:]}) == 1

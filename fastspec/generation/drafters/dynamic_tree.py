@@ -106,6 +106,8 @@ class SizedDecoding(Decoding):
     """The temperature of calls that sample."""
     device_steps: tuple[Any, str] | None = None
     """The same as `steps` of a device's own trees, for calls that take them where nothing else was asked for."""
+    chooses_fed: bool = False
+    """True where no rounds choose but those that the host corrects (`Place.FED`); others have the first tree."""
 
     def sampled(self, temperature: float) -> SizedDecoding:
         """The same for calls that sample at this temperature."""

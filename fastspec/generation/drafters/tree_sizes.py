@@ -19,9 +19,12 @@ from statistics import median
 
 from fastspec.default_trees import TreeShape
 from fastspec.generation.drafters.acceptance import Acceptance
+from fastspec.generation.drafters.base import Place
 
 Milliseconds = dict[int, dict[int, float]]
 """Milliseconds of a round by the kind of round, as `bucket` counts it, and by the number of nodes."""
+FED_KINDS = 32
+"""Number that tells the kinds of rounds whose choices the host corrects from those that it has no part in."""
 GRANTED, GRANTED_COLD = 1.8, 8.0
 """Target passes that drafts may lose at the start of a call, and where every other size has to be captured first."""
 DOUBTED, DOUBT = 0.3, 0.4
@@ -62,11 +65,18 @@ CHANGES = 5
 """Changes of size whose median says what the next one costs."""
 
 
-def bucket(length: int, hosted: bool = False) -> int:
-    """Rounds that count as one kind, by their texts: up to 1,024 tokens, 4,096, 16,384, and so on; below zero where
-    tokens are chosen by the host (`hosted`), which takes time of its own."""
+def bucket(length: int, place: Place = Place.DEVICE) -> int:
+    """Rounds that count as one kind, by the place of their verdict, and by their texts: up to 1,024 tokens, 4,096,
+    16,384, and so on; below zero where the host chooses tokens, from FED_KINDS on where it corrects what was chosen."""
     found = max(0, math.ceil(math.log2(max(1, length) / 1024) / 2))
-    return ~found if hosted else found
+    return ~found if place is Place.HOST else found + FED_KINDS * (place is Place.FED)
+
+
+def split(kind: int) -> tuple[Place, int]:
+    """The place of a kind's verdict, and the bucket of its texts."""
+    if kind < 0:
+        return Place.HOST, ~kind
+    return (Place.DEVICE, kind) if kind < FED_KINDS else (Place.FED, kind - FED_KINDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +104,8 @@ class TreeSizes:
 
     `prior` has milliseconds of a round of every size, by which sizes are compared that were not measured, and `known`
     what was measured before. With `timed=False` what the rounds of a call take is used from the next call on, as
-    processes do that must choose alike. `captures` says that a size has to be captured before it runs, and `switch`
+    processes do that must choose alike. With `fed` no rounds choose but those that the host corrects; others have the
+    `first` trees. `captures` says that a size has to be captured before it runs, and `switch`
     what a change costs, in milliseconds, beside the rounds, before one was measured: none is in flight then, and a
     drafter reads what was emitted without it.
     """
@@ -109,10 +120,11 @@ class TreeSizes:
         captures: bool = False,
         switch: float = 0.0,
         timed: bool = True,
+        fed: bool = False,
         keep: Callable[[Milliseconds], object] | None = None,
     ) -> None:
         self.shapes, self.prior, self.captures, self.timed, self.keep = tuple(shapes), prior, captures, timed, keep
-        self.switch = switch
+        self.switch, self.fed = switch, fed
         self.changes = deque[float](maxlen=CHANGES), deque[float](maxlen=CHANGES)
         """Target passes that the last changes of size cost beside their rounds: of rounds with drafts to others or to
         none, and of rounds without to some."""
@@ -155,7 +167,7 @@ class TreeSizes:
         self.credit = self._credit()
         """Target passes by which drafts may overdraw what is left."""
         self._measured()
-        if self.drafted < EVIDENCE and self._affords(self.first):
+        if self._is_fixed or (self.drafted < EVIDENCE and self._affords(self.first)):
             self._use(self.first, BLOCK)
         else:
             self._choose(begins=True)
@@ -216,12 +228,19 @@ class TreeSizes:
     @property
     def goes_on(self) -> bool:
         """True where the round after the next one has the same size, as far as is known."""
+        if self._is_fixed:
+            return True
         return self.due > 1 if self.probes or not self.size else self._affords(self.size, 2)
 
     @property
     def tries_next(self) -> bool:
         """True where the next round is the last one before drafts are tried again, as far as is known."""
         return self.waits and self.due == 1
+
+    @property
+    def _is_fixed(self) -> bool:
+        """True where rounds as the last one have the first trees."""
+        return self.fed and split(self.length)[0] is not Place.FED
 
     def ms(self, size: int) -> float:
         """Milliseconds of a round of this size: measured, or by the prior's ratio to the nearest that was."""
@@ -257,14 +276,21 @@ class TreeSizes:
         length: int,
         made: Collection[int],
         share: float = 1.0,
-        hosted: bool = False,
+        place: Place = Place.DEVICE,
     ) -> None:
         """Take a round of this size: the drafts that each running row accepted of those that take some, its
         milliseconds where these say something, and the longest text. `made` are the sizes that have run before in these
-        rounds, `share` is that of the running rows that take drafts, and `hosted` says that the host chose tokens."""
-        self._of_kind(bucket(length, hosted))
+        rounds, `share` is that of the running rows that take drafts, and `place` that of the verdict."""
+        fixed = self._is_fixed
+        self._of_kind(bucket(length, place))
         self.made, self.share = frozenset(made), share
         self.rounds += 1
+        if self._is_fixed:
+            self.last = size
+            self._use(self.first, BLOCK)
+            return
+        if fixed:  # what pays from here on is another question
+            self._use(size, 1)
         self.since += 1
         former, self.last = self.last, size
         changed = former is not None and former != size
@@ -290,12 +316,14 @@ class TreeSizes:
             self.since = 0
             self._choose()
 
-    def try_out(self, size: int, ms: float | None, length: int, made: Collection[int], hosted: bool = False) -> None:
+    def try_out(
+        self, size: int, ms: float | None, length: int, made: Collection[int], place: Place = Place.DEVICE
+    ) -> None:
         """Take a round of a size that a warm-up asks for, whose text says nothing of acceptance: `count` without it."""
         if size != self.size:
             self._measured()
             self.size = size
-        self._of_kind(bucket(length, hosted))
+        self._of_kind(bucket(length, place))
         self.made = frozenset(made)
         if ms is not None:
             self.samples.append(ms)
@@ -347,9 +375,11 @@ class TreeSizes:
         return cost
 
     def _measured(self) -> None:
-        """Take the milliseconds of a block, which the few rounds that something disturbed do not change."""
-        if len(self.samples) > 1:
-            spent, nodes = median(self.samples), self.nodes(self.size)
+        """Take the milliseconds of a block, which the few rounds that something disturbed do not change; of a size that
+        was not measured one round says more than what others take."""
+        nodes = self.nodes(self.size)
+        if len(self.samples) > (nodes in self.known.get(self.length, ())):
+            spent = median(self.samples)
             if self.timed:
                 self._take(self.length, nodes, spent)
             else:
@@ -358,18 +388,24 @@ class TreeSizes:
 
     def _nearest(self, kind: int | None = None) -> int:
         """The bucket that is known and most like this one, or that of the rounds."""
-        kind = self.length if kind is None else kind
+        place, length = split(self.length if kind is None else kind)
 
         def distance(other: int) -> tuple[bool, int]:
-            return (other < 0) != (kind < 0), abs(max(other, ~other) - max(kind, ~kind))
+            there, its = split(other)
+            return there is not place, abs(its - length)
 
         return min(self.known, key=distance)
 
     def _take(self, length: int, nodes: int, ms: float) -> None:
         if length not in self.known and self.known:  # as elsewhere, and so much more or less for all sizes
-            other = self.known[self._nearest(length)]
+            near = self._nearest(length)
+            other, alike = self.known[near], split(near)[0] is split(length)[0]
             more = ms - other.get(nodes, ms)
-            self.known[length] = {each: max(0.5 * spent, spent + more) for each, spent in other.items()}
+            self.known[length] = {  # what a verdict takes the host in rounds with drafts says nothing of those without
+                each: max(0.5 * spent, spent + more)
+                for each, spent in other.items()
+                if alike or (each > 1) == (nodes > 1)
+            }
         table = self.known.setdefault(length, {})
         before = table.get(nodes)
         table[nodes] = ms if before is None else before + RENEWED * (ms - before)
@@ -394,7 +430,9 @@ class TreeSizes:
             wanted = WORTH_MAKING if self.captures and best not in self.made else BETTER
             if rates[best] < wanted * rates[former] or self.drafted < EVIDENCE:
                 best = former
-        measured = any(1 in spent for spent in (*self.known.values(), *self.pending.values()))
+        place = split(self.length)[0]
+        known = (*self.known.items(), *self.pending.items())
+        measured = any(1 in spent for kind, spent in known if split(kind)[0] is place)
         if best and not begins and not measured and not self._is_cold():  # what a plain round takes is a guess
             self._use(0, EVIDENCE)
         elif best:

@@ -236,16 +236,15 @@ class Engine(Generic[TargetT]):
         # a call's first captured rounds wait for the host, and those of a profile for its marks
         settled = (asynchronous or not self.target.captures) and self.main.clock is None
         ms = 1e3 * (now - began) if began is not None and settled and not made else None
-        hosted = self.place is not Place.DEVICE
         if self.pinned is not None:
-            sizes.try_out(self.size, ms, longest, self.sized.keys(), hosted)
+            sizes.try_out(self.size, ms, longest, self.sized.keys(), self.place)
         elif chosen:
             going = zip(emitted, self.state.running, self.state.padded, strict=True)
             rows = [row for row, (_, running, padded) in enumerate(going) if running and not padded]
             takes = [row for row in rows if self.takes is None or self.takes[row]]
             accepted = [max(emitted[row][0], -1 - emitted[row][0]) for row in takes]
             share = len(takes) / len(rows) if rows else 1.0
-            sizes.count(self.size, accepted, ms, longest, self.sized.keys(), share, hosted)
+            sizes.count(self.size, accepted, ms, longest, self.sized.keys(), share, self.place)
         self.measured_from = now if chosen or self.pinned is not None else None
         return emitted
 

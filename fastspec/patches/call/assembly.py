@@ -48,8 +48,10 @@ def sized(plan: Plan) -> Plan:
     decoding = plan.decoding
     if not isinstance(decoding, SizedDecoding):
         return plan
-    if decoding.device_steps is not None and _chooses_sizes(plan):
-        decoding = replace(decoding, steps=decoding.device_steps)
+    if decoding.device_steps is not None:
+        whole = _chooses_sizes(plan)
+        if whole or (plan.follows_load and plan.device.type != "cpu"):
+            decoding = replace(decoding, steps=decoding.device_steps, chooses_fed=not whole)
     if plan.processing.sample:
         decoding = decoding.sampled(plan.processing.temperature)
     return plan if decoding is plan.decoding else replace(plan, decoding=decoding)
@@ -211,7 +213,7 @@ def tree_sizes(plan: Plan) -> TreeSizes | None:
     if not isinstance(decoding, SizedDecoding) or decoding.steps is None:
         return None
     device, dtype, known = plan.device, dtype_of(model), plan.session.trees
-    key = decoding.steps, rows, device, dtype, decoding.temperature
+    key = decoding.steps, rows, device, dtype, decoding.chooses_fed, decoding.temperature
     if key not in known:
         shapes, first = decoding.sizes(rows, ops)
         head = sum(weight.nbytes for module in decoding.modules for weight in module.parameters())
@@ -225,6 +227,7 @@ def tree_sizes(plan: Plan) -> TreeSizes | None:
             captures=ops.captures,
             switch=cost_on(device).host if ops.captures else 0.0,
             timed=plan.ranks is None,
+            fed=decoding.chooses_fed,
             keep=partial(keep_times, path),
         )
     return known[key]

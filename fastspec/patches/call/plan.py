@@ -123,6 +123,8 @@ class Plan:
     dropped: tuple[Span | None, ...] | None = None
     likeliest: bool = False
     """True where the call reads no more of the target's logits than which tokens they make the likeliest."""
+    follows_load: bool = False
+    """True where the number of rows follows the load, and with it roundings."""
 
     @property
     def device(self) -> torch.device:
