@@ -86,7 +86,7 @@ class Report:
         lines += [f"  the head of {name} in {bits} bits" for name, bits in self.head_bits.items()]
         lines += [] if self.dequantised is None else [f"  weights were dequantised: {self.dequantised}"]
         lines += [
-            f"  left to transformers' own generate: {count} calls, {why}" for why, count in self.unassisted.items()
+            f"  left to transformers' own generate: {_counted(count)}, {why}" for why, count in self.unassisted.items()
         ]
         for name in dict.fromkeys(call.assistant for call in self.calls):
             lines.append(f"  {name}: {_speed([call for call in self.calls if call.assistant == name])}")
@@ -99,11 +99,15 @@ class Report:
         return "\n".join(lines)
 
 
+def _counted(calls: int) -> str:
+    return f"{calls} call{'' if calls == 1 else 's'}"
+
+
 def _speed(calls: list[Stats]) -> str:
     """Tokens a second of an assistant's calls, and what they come of."""
     rounds, seconds = sum(call.row_rounds for call in calls), sum(call.seconds for call in calls)
     rate = sum(call.emitted for call in calls) / seconds if seconds else 0.0
-    speed = f"{len(calls)} calls, {rate:.1f} tokens/s"
+    speed = f"{_counted(len(calls))}, {rate:.1f} tokens/s"
     if not rounds:  # a cascade's calls are those of its stages
         return speed
     length = sum(call.round_tokens for call in calls) / rounds

@@ -53,6 +53,13 @@ def chains(growth: Growth) -> set[tuple[int, ...]]:
 # what is drafted
 
 
+@pytest.mark.parametrize(("rows", "nodes", "steps", "vocabulary"), [(1, 1, 1, 7), (3, 5, 4, 65), (2, 16, 8, 257)])
+def test_likeliest_tokens_of_a_path_are_those_of_its_rows(rows: int, nodes: int, steps: int, vocabulary: int) -> None:
+    logits, path = torch.randn(rows, nodes, vocabulary), torch.randint(0, nodes, (rows, steps))
+    found = nasd._likeliest(logits, path, 3)
+    assert torch.equal(found, logits[torch.arange(rows)[:, None], path].topk(3).indices)
+
+
 def test_a_chain_where_one_continuation_is_known_and_branches_where_several_are():
     storage, cursor = told([1, 2, 3, 4, 5], [1, 2, 3, 6], [9, 2, 8], [7, 1, 2])
     growth = draft(storage, cursor, 2)

@@ -365,7 +365,7 @@ def of_experts(config: dict, state: dict) -> None:
 
 
 OTHERS = {
-    r"a language model of its own and no head: .*speculative=draft_model": whole_model,
+    r"a language model of its own and no head: .*speculative=draft_model.*--draft-model": whole_model,
     r"a language model of its own": whole_mixture,
     r"Medusa heads, which draft every position from one hidden state.*fastspec train": medusa,
     r"Medusa heads": lambda config, state: config.update({"medusa_num_heads": 4}),

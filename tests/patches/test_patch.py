@@ -362,7 +362,7 @@ def test_report_says_what_is_patched_and_what_ran() -> None:
             "adapter llama",
             report.backend,
             "float32",
-            "eagle3: 1 call",
+            "eagle3: 1 call, ",
             "acceptance length 1.00",
         )
         assert [word for word in expected if word not in text] == []

@@ -390,7 +390,7 @@ def test_lines_on_standard_input(command) -> None:
     [
         (["--json"], 2, "--prompt"),
         (["--prompt", "/nonsense"], 1, "unknown command"),
-        (["--assistant", "eagle3", "--prompt", "w9"], 1, "/resource eagle3"),
+        (["--assistant", "eagle3", "--prompt", "w9"], 1, "--resource eagle3=SOURCE"),
         (["--resource", "eagle2", "--prompt", "w9"], 1, "ASSISTANT=SOURCE"),
         (["--resource", "nasd=x", "--prompt", "w9"], 1, "takes no resource"),
         (["--temperature", "-1"], 2, "temperature"),

@@ -121,6 +121,7 @@ def test_help_lists_only_what_exists() -> None:
 def test_inspect_names_the_dialect_of_the_shipped_head() -> None:
     done = run("inspect", HEAD)
     assert done.exit_code == 0, done.output
+    assert re.search(r"hidden size +576, made for a target of 576", done.output)
     assert "EAGLE-3" in done.output and re.search(r"dialect +fastspec", done.output) and "SpecForge" not in done.output
 
 

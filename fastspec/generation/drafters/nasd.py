@@ -135,6 +135,17 @@ def lay_out(growths: list[Growth], nodes: int, max_path: int, device: torch.devi
     return TokenTree(first, second, third, packed[3 * size :].view(-1, nodes, words), max_path, drafted=drafted)
 
 
+def _likeliest(logits: Tensor, path: Tensor, count: int) -> Tensor:
+    """[B, S, count]: the tokens of the largest logits [B, N, V] at the nodes of a path [B, S], the best first. A CPU
+    takes a node's row at a time where it lies: a copy of all is a loop of torch's threads, which wait milliseconds for
+    a core where the threads of the kernels or other programs have it."""
+    if logits.device.type == "cpu":
+        best = [logits[row, node].topk(count).indices for row, nodes in enumerate(path.tolist()) for node in nodes]
+        return torch.stack(best).view(*path.shape, count)
+    rows = torch.arange(logits.shape[0], device=logits.device)[:, None]
+    return logits[rows, path].topk(count).indices
+
+
 def _signed(bits: int, words: int) -> list[int]:
     """Bits as 64-bit words, the lowest first, in two's complement."""
     parts = [bits >> 64 * word & (1 << 64) - 1 for word in range(words)]
@@ -512,8 +523,7 @@ class NasdDrafter(HostDrafter):
         emitted = verdict.tokens(tree)[:, :steps, None]
         likely = min(self.config.top_k_filler, logits.shape[2]) if self.config.top_k_filler > 1 else 0
         if likely:
-            row = torch.arange(logits.shape[0], device=logits.device)[:, None]
-            best = logits[row, verdict.path[:, :steps]].topk(likely).indices
+            best = _likeliest(logits, verdict.path[:, :steps], likely)
             emitted = torch.cat((best.flip(-1), emitted), 2)
         return torch.cat((active[:, None].long(), verdict.accepted[:, None], emitted.flatten(1)), 1)
 

@@ -346,7 +346,7 @@ def refuse_others(raw: Mapping[str, Any], published: Iterable[str], where: str) 
     if any(re.search(MODELS, key) for key in keys) and not any(re.search(HEADS, key) for key in keys):
         raise CheckpointError(
             f"{where}: a language model of its own and no head: load it with AutoModelForCausalLM.from_pretrained(...) "
-            "and give it as fastspec.patch(model, speculative=draft_model)"
+            "and give it as fastspec.patch(model, speculative=draft_model); on the command line it is a --draft-model"
         )
     for other in OTHERS:
         # a count of one step or head says nothing

@@ -216,7 +216,7 @@ class HeadReport:
             ("dialect", self.dialect),
             ("kind", "EAGLE-3" if c.kind == "eagle3" else "EAGLE-1/2"),
             ("parameters", f"{self.parameters / 1e6:.1f} M"),
-            ("hidden size", f"{c.hidden_size} (target {c.target_hidden_size})"),
+            ("hidden size", f"{c.hidden_size}, made for a target of {c.target_hidden_size}"),
             ("layers", str(c.num_hidden_layers)),
             ("attention", attention),
             ("intermediate size", str(c.intermediate_size)),

@@ -238,7 +238,12 @@ def _tokens_of(tokenizer: Any, end_tokens: int | Sequence[int] | None) -> Any:
     named = tokenizer.eos_token_id if end_tokens is None else end_tokens
     ends = (named,) if isinstance(named, int) else tuple(sorted(named or ()))
     if not ends:
-        raise Unsupported(f"a grammar needs a token that ends it, and {type(tokenizer).__name__} has none: end_tokens=")
+        why = (
+            f"{type(tokenizer).__name__} has no eos_token: set it, or give Grammar(tokenizer, end_tokens=...)"
+            if end_tokens is None
+            else "end_tokens is empty: a server takes eos_token_id of the model's generation_config.json"
+        )
+        raise Unsupported(f"a grammar needs a token that ends it, and {why}")
     key = len(tokenizer), *ends
     with _lock:
         known = _known.setdefault(tokenizer, {})

@@ -225,7 +225,8 @@ class Chat:
             if has_resource(name, self.model) or name not in resource_names() or exits:
                 raise
             raise Unsupported(
-                f"{error}; in the chat: /resource {name} SOURCE{' or /early_exit K' if early else ''}"
+                f"{error}; in the chat: /resource {name} SOURCE{' or /early_exit K' if early else ''}; "
+                f"on its command line: --resource {name}=SOURCE"
             ) from error
 
     def answer(self, prompt: str, strategy: str, streamer: Any) -> Answer:

@@ -429,8 +429,10 @@ def test_what_cannot_be_compiled_is_refused_by_name(given: dict[str, Any], said:
 def test_tokenizers_that_cannot_be_read_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Unsupported, match=r"cannot read this .*decoder type"):
         fastspec.Grammar(TARGET, regex="a", end_tokens=5)
-    with pytest.raises(Unsupported, match="has none: end_tokens="):
+    with pytest.raises(Unsupported, match=r"has no eos_token: .*end_tokens="):
         fastspec.Grammar(TARGET, regex="a")
+    with pytest.raises(Unsupported, match=r"end_tokens is empty: .*generation_config.json"):
+        fastspec.Grammar(TOKENIZER, regex="a", end_tokens=())
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(Unsupported, match=r"pip install .*\[structured\]"):
         fastspec.Grammar(TOKENIZER, regex="a")
