@@ -70,6 +70,16 @@ def test_aims_of_stored_products_stand_beside_their_rows(script: Any) -> None:
     ]
     for found, aim in told:
         assert f"| {found} | {aim} |" in text, found
+    token, round = (
+        next(each for each in script.of("mtp_h200") if wanted.items() <= each.items())
+        for wanted in (
+            {"shape": "qwen3.5-9b", "method": "autoregressive"},
+            {"shape": "qwen3.5-9b", "method": "mtp", "head_bits": 8},
+        )
+    )
+    assert f"| 1.65 | {round['round_ms'] / token['round_ms']:.2f} |" in text
+    assert f"| 1.22 | {round['score_ms'] / token['round_ms']:.2f} |" in text
+    assert f"takes {round['score_ms'] - token['round_ms']:.2f} ms more than a token" in text
     assert ms("nf4", 128) > ms("dense", 128) < ms("fp8", 128)
     kept = {
         bits: {
