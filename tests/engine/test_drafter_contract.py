@@ -174,4 +174,4 @@ def test_the_example_of_an_assistant_of_ones_own_runs(
     monkeypatch.setattr("fastspec.models.load_smollm2", lambda: (tiny_model(), Letters()))
     runpy.run_path(str(Path(__file__).parents[2] / "examples" / "own_assistant.py"))
     printed = capsys.readouterr().out
-    assert "repeat: 1 calls" in printed and "identical: True" in printed
+    assert "repeat: 1 call, " in printed and "identical: True" in printed

@@ -107,6 +107,9 @@ class Script:
         self.log.append(("admit", row, count, root.tolist()))
         self.holds[row], self.generated[row], self.state.root[row] = count - 1, 1, root[0]
 
+    def join(self, row: int, text: Tensor, first: int, prefix: Any) -> None:
+        """No drafter here begins a row by itself."""
+
     @contextmanager
     def verifying(self, texts: Any) -> Iterator[GivenText]:
         self.given = GivenText(texts, CPU)
