@@ -5,8 +5,8 @@ Every kernel takes PDL as its last parameter and begins, in every program, one t
 `wait_for_previous(PDL)`; kernels in Gluon write the two calls out. Before it there may only be index arithmetic, and
 loads or prefetches of weights and of other tables, which no kernel of a stream of launches writes. (The norm of a sum
 also looks at a count there, as a guess that it checks behind the wait. Two kernels of ordered attention read the
-committed text there, and two of Gated DeltaNet gates, keys and states: the kernel in front of them lets nobody start
-before it has waited for that.)
+committed text there, and two of Gated DeltaNet ancestors, gates, keys and states: the kernel in front of them lets
+nobody start before it has waited for that, and writes none of it.)
 
 Why that is enough. The wait ends when the grid before has completed and what it wrote can be seen. That grid could only
 complete after a wait of its own, so by induction all earlier grids have completed as well; a kernel launched without

@@ -69,9 +69,13 @@ BEHIND_ITS_OWN = ("ordered_tree", "_tail")
 AFTER_THE_ROTATION = ("ordered_chain", "_few")
 """A kernel that runs after the rotation of what it reads, or after one that is no dependent launch."""
 
-AFTER_THE_CONVOLUTION = ("tree", "_tree_inverse"), ("tree", "_tree_updates")
-"""Kernels of Gated DeltaNet: the first runs after the convolution of what the gates stand beside, or after one that is
-no dependent launch, the second after the first."""
+GIVEN = {"p_decay", "p_bias", "p_words", "p_a", "p_b"}
+AFTER_THE_CONVOLUTION = {
+    ("tree", "_tree_inverse"): GIVEN,
+    ("tree", "_tree_updates"): {*GIVEN, "p_mixed", "p_state"},
+}
+"""Kernels of Gated DeltaNet -> what they read before they wait, which the kernel in front of them does not write: the
+first runs after the convolution of what the gates stand beside, the second after the first."""
 
 ROW_OF_CODES = ("row", "_row_stored")
 """A kernel that lets those behind it start at once, and reads nothing but weights before it waits."""
@@ -156,21 +160,22 @@ def test_what_reads_the_text_before_it_waits_runs_after_the_rotation():
 
 
 def test_what_reads_gates_or_a_state_before_it_waits_runs_after_the_convolution():
-    """`_tree_inverse` reads the gates' inputs before it waits, `_tree_updates` keys and a state too: the convolution in
-    front of the first has waited for the product and all states, and the first for the convolution."""
+    """`_tree_inverse` reads the gates' inputs and ancestors before it waits, `_tree_updates` keys and a state too: the
+    convolution in front of the first has waited for the product and all states, and the first for the convolution."""
     functions = {
         (path.parent.name, node.name): node
         for path in FILES
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.FunctionDef)
     }
-    for (_, name), read in zip(AFTER_THE_CONVOLUTION, ("p_mixed", "p_inverse"), strict=True):
-        before, after = ast.unparse(functions["recurrent", name]).split(BEGIN)
-        told = before.partition("):\n")[2]
-        assert "tl.store" not in told and "return" not in told
-        assert (
-            f"({read}" in after and f"({read}" not in told and "tl.load(p_g" not in told and "tl.load(p_u" not in told
-        )
+    for (_, name), read in AFTER_THE_CONVOLUTION.items():
+        nodes = list(ast.walk(functions["recurrent", name]))
+        (wait,) = (n.lineno for n in nodes if isinstance(n, ast.Call) and ast.unparse(n) == BEGIN)
+        calls = [n for n in nodes if isinstance(n, ast.Call) and n.lineno < wait]
+        names = {n.id for call in calls for n in ast.walk(call) if isinstance(n, ast.Name)}
+        assert {each for each in names if each.startswith("p_")} == read
+        assert not any(ast.unparse(call.func) == "tl.store" for call in calls)
+        assert not any(isinstance(n, ast.Return) and n.lineno < wait for n in nodes)
     host = ast.unparse(functions["recurrent", "wide_tree"])
     assert host.index("_tree_inverse[") < host.index("_tree_updates[")
     assert ast.unparse(functions["recurrent", "_tree_conv"].body[0]) == BEGIN
@@ -183,6 +188,7 @@ def test_what_reads_gates_or_a_state_before_it_waits_runs_after_the_convolution(
         )
     ]
     calls = [each for each in calls if each.startswith(("ops.", "self."))]
+    assert calls.index("self.project") < calls.index("ops.tree_conv")
     assert calls[calls.index("ops.delta_tree") - 2 : calls.index("ops.delta_tree")] == [
         "ops.tree_conv",
         "self._activated",

@@ -11,9 +11,9 @@ node's update every ancestor takes. It goes by halves of levels, and so from fin
 take as few products, and lose all digits where keys of a long chain are alike. The second, a program for DV of a value
 head's channels, reads the state once a block, and multiplies.
 
-Both read before they wait what the launch in front of the one before has written. The first takes gates while the
-convolution runs, which itself waited for the product that they are from; the second reads the state and the keys while
-the first runs, which has waited for the convolution.
+Both read before they wait what stands when the launch in front lets them start, and nothing that this one writes. The
+first takes gates and ancestors while the convolution runs, which itself waited for the product that the gates are from;
+the second reads the state and the keys while the first runs, which has waited for the convolution.
 """
 
 from __future__ import annotations
