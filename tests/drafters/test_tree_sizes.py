@@ -427,6 +427,19 @@ def test_no_rounds_choose_but_those_that_the_host_corrects_where_that_is_asked_f
     assert set(sizes.known) == {32}
 
 
+def test_a_round_that_is_expected_elsewhere_has_a_size_of_its_own_at_once() -> None:
+    costs = COSTS["small, on a GPU"]
+    sizes = chooser(costs, captures=True, fed=True)
+    for _ in range(SETTLED):
+        sizes.count(sizes.size, [0] if sizes.size else [], costs[sizes.size], 500, range(6), 1.0, Place.FED)
+    assert sizes.size == 0
+    for place, size in ((Place.DEVICE, 5), (Place.HOST, 5), (Place.FED, 0)):
+        sizes.expect(500, place)
+        assert sizes.size == size
+    assert sizes.at(Place.FED) == [*range(6)] and sizes.at(Place.DEVICE) == sizes.at(Place.HOST) == [0, 5]
+    assert chooser(costs).at(Place.HOST) == [*range(6)]
+
+
 @pytest.mark.parametrize("place", [Place.FED, Place.HOST])
 def test_what_a_round_without_drafts_takes_is_measured_at_every_place_of_its_verdict(place: Place) -> None:
     """Drafts that pay by the device's own rounds do not where trees take more and rounds without drafts do not."""

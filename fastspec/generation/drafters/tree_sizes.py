@@ -152,6 +152,10 @@ class TreeSizes:
         """Target passes that the rounds of this block were measured to cost more than plain ones, at the least."""
         self.begin()
 
+    def at(self, place: Place) -> list[int]:
+        """Sizes of rounds whose verdict is there, 0 of those that no row takes drafts in, too."""
+        return [*range(len(self.shapes) + 1)] if not self.fed or place is Place.FED else [0, self.first]
+
     def nodes(self, size: int) -> int:
         """Nodes of a tree of this size."""
         return self.shapes[size - 1].total_tokens if size else 1
@@ -167,10 +171,21 @@ class TreeSizes:
         self.credit = self._credit()
         """Target passes by which drafts may overdraw what is left."""
         self._measured()
+        self._start()
+
+    def _start(self) -> None:
+        """The size of the first rounds of a text, or of another kind."""
         if self._is_fixed or (self.drafted < EVIDENCE and self._affords(self.first)):
             self._use(self.first, BLOCK)
         else:
             self._choose(begins=True)
+
+    def expect(self, length: int, place: Place) -> None:
+        """The next round has its verdict there, and this longest text: where such rounds choose and the last ones did
+        not, or the other way round, its size is another question."""
+        if self.fed and (place is Place.FED) == self._is_fixed:
+            self._of_kind(bucket(length, place))
+            self._start()
 
     def join(self, share: float) -> None:
         """A new text takes the place of one that was so large a `share` of the rows': as `begin`, for that share."""
@@ -280,17 +295,16 @@ class TreeSizes:
     ) -> None:
         """Take a round of this size: the drafts that each running row accepted of those that take some, its
         milliseconds where these say something, and the longest text. `made` are the sizes that have run before in these
-        rounds, `share` is that of the running rows that take drafts, and `place` that of the verdict."""
-        fixed = self._is_fixed
+        rounds, `share` is that of the running rows that take drafts, and `place` that of the verdict on trees: rounds
+        without drafts, which may have theirs elsewhere, are compared with those."""
+        self.expect(length, place)
         self._of_kind(bucket(length, place))
         self.made, self.share = frozenset(made), share
-        self.rounds += 1
         if self._is_fixed:
             self.last = size
             self._use(self.first, BLOCK)
             return
-        if fixed:  # what pays from here on is another question
-            self._use(size, 1)
+        self.rounds += 1
         self.since += 1
         former, self.last = self.last, size
         changed = former is not None and former != size

@@ -221,6 +221,9 @@ class Engine(Generic[TargetT]):
         """`step` with trees of the size that was chosen. It changes where no round is in flight: the last one of a size
         is read before one of another is launched."""
         assert self.resting is not None
+        place = place_of(self.main, verifier)
+        if self.pinned is None and not self.rests:
+            sizes.expect(longest, place)
         began, size = self.measured_from, self._wanted
         if not self.in_flight:
             self.size = size
@@ -237,14 +240,14 @@ class Engine(Generic[TargetT]):
         settled = (asynchronous or not self.target.captures) and self.main.clock is None
         ms = 1e3 * (now - began) if began is not None and settled and not made else None
         if self.pinned is not None:
-            sizes.try_out(self.size, ms, longest, self.sized.keys(), self.place)
+            sizes.try_out(self.size, ms, longest, self.sized.keys(), place)
         elif chosen:
             going = zip(emitted, self.state.running, self.state.padded, strict=True)
             rows = [row for row, (_, running, padded) in enumerate(going) if running and not padded]
             takes = [row for row in rows if self.takes is None or self.takes[row]]
             accepted = [max(emitted[row][0], -1 - emitted[row][0]) for row in takes]
             share = len(takes) / len(rows) if rows else 1.0
-            sizes.count(self.size, accepted, ms, longest, self.sized.keys(), share, self.place)
+            sizes.count(self.size, accepted, ms, longest, self.sized.keys(), share, place)
         self.measured_from = now if chosen or self.pinned is not None else None
         return emitted
 
