@@ -20,7 +20,7 @@ from fastspec.config import ContinuousBatch
 from fastspec.devices import free_memory
 from fastspec.errors import FastSpecError, Unsupported
 from fastspec.generation.constraint import AnyToken
-from fastspec.generation.drafters.base import Decoding
+from fastspec.generation.drafters.base import Decoding, Place
 from fastspec.generation.engine.own_rules import OwnRules
 from fastspec.kernels.tuned_launches import installed, name_of
 from fastspec.patches.assistants.registry import resolve
@@ -205,7 +205,6 @@ class Continuous(OpenTurns):
             return 0.0
         rounds, captures = self._widths.current, self._widths.current.engine.target.captures
         together = min(rounds.together, self._widths.rows)
-        constrains = captures and self.ranks is None  # others than the first process hear of options alone
         began, numbers = time.perf_counter(), torch.Generator().manual_seed(0)
         vocabulary = self.model.config.get_text_config().vocab_size
         whole: dict[str, Any] = {
@@ -215,9 +214,10 @@ class Continuous(OpenTurns):
         tell = told or (lambda done, of: None)
         self._between_turns("reserve", room_for(length, rounds.engine.main.longest) if captures else 0)
         self._between_turns("try", captures)
-        calls = list(
-            open_batch_calls(longest, self._widths.sizes(), together, captures=captures, constrains=constrains)
-        )
+        sizes = self._widths.sizes(Place.DEVICE)
+        # other processes than the first hear of options alone
+        held = self._widths.sizes(Place.FED) if captures and self.ranks is None else {}
+        calls = list(open_batch_calls(longest, sizes, together, captures=captures, held=held))
         try:
             for done, call in enumerate(calls):
                 tell(done, len(calls))

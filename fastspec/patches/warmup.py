@@ -95,12 +95,18 @@ class OpenCall:
 
 
 def open_batch_calls(
-    length: int, sizes: Mapping[int, Sequence[int | None]], together: int, *, captures: bool, constrains: bool
+    length: int,
+    sizes: Mapping[int, Sequence[int | None]],
+    together: int,
+    *,
+    captures: bool,
+    held: Mapping[int, Sequence[int | None]],
 ) -> Iterator[OpenCall]:
-    """Prompts that warm up an open batch, of `length` tokens at most, behind constraints too where it `constrains`.
+    """Prompts that warm up an open batch, of `length` tokens at most.
 
     First come the passes that read prompts, alone and up to `together` of them at once; where passes are captured each
-    comes twice: the first one compiles. Then come rounds of every number of rows, and of each of their `sizes`.
+    comes twice: the first one compiles. Then come rounds of every number of rows, and of each of their `sizes`; `held`
+    has those of rows behind constraints, and nothing where these are not warmed up.
     """
     several = [[min(width, length)] * count for count, width in groups(together) if width <= padded_width(length)]
     passes = [*([width] for width in widths(length, 1, captures=captures)), *sorted(several, key=max, reverse=True)]
@@ -109,9 +115,9 @@ def open_batch_calls(
         for _ in range(1 + captures):
             yield OpenCall(lengths, GREEDY, turns=turns)
     for count, choices in sizes.items():
-        for options, constrained in ((GREEDY, False), (SAMPLED, False), *[(GREEDY, True)] * constrains):
+        for options, constrained in ((GREEDY, False), (SAMPLED, False), (GREEDY, True)):
             hosted = constrained or options is not GREEDY
-            for size in choices:
+            for size in held.get(count, ()) if constrained else choices:
                 turns = None if size is None else MADE + (HOSTED if hosted else TIMED)
                 yield OpenCall([min(padded_width(1), length)] * count, options, constrained, size, turns)
 

@@ -343,4 +343,49 @@ def test_rows_held_to_a_grammar_have_the_nodes_that_pay_there(fed: bool, monkeyp
                 assert {place for place, _ in ran} == {Place.FED} and spent < 1.06 * tokens, (spent, tokens)
             else:
                 assert {place for place, _ in ran} == {Place.DEVICE} and spent < 0.8 * tokens, (spent, tokens)
-                assert not fed or len({nodes for _, nodes in ran[2:]}) == 1
+                assert not fed or len({nodes for _, nodes in ran}) == 1
+
+
+def test_where_rounds_held_to_grammars_alone_choose_no_other_sizes_are_warmed_up_or_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows of either kind that follow one another find their graphs."""
+    pytest.importorskip("llguidance")
+    stand_in(monkeypatch)
+    unserved, _ = what_no_graph_served(monkeypatch), force_sizes(monkeypatch)
+    monkeypatch.setattr(assembly, "TreeSizes", lambda *given, **more: TreeSizes(*given, **{**more, "fed": True}))
+    ran: list[tuple[Place, int]] = []
+    step = Engine._step
+    monkeypatch.setattr(
+        Engine, "_step", lambda self, *call: (step(self, *call), ran.append((self.place, self.size)))[0]
+    )
+    plain, model = terse(), terse()
+    free = {**GREEDY, "eos_token_id": 5}
+    held = {**free, "logits_processor": [fastspec.Grammar(TOKENIZER, json_schema=SCHEMA)]}
+    with fastspec.patched(model, eagle3=seer(model)), fastspec.continuous(model, AUTO, rows=2, max_length=90) as batch:
+        batch.warmup(length=60)
+        assert {size for place, size in ran if place is not Place.FED} == {0, 4}, "0: rows that take no drafts"
+        ran.clear(), unserved.clear()
+        for _ in range(3):
+            for options, count in ((held, 24), (free, 40)):
+                ids = texts(9, 3)
+                found = told([batch.submit(each, **options, max_new_tokens=count) for each in ids])
+                assert found == [alone(plain, each, count, **options) for each in ids]
+    assert not unserved and {size for place, size in ran if place is Place.DEVICE} == {4}
+    assert {size for place, size in ran if place is Place.FED} == {0, 1, 2, 3, 4}
+
+
+def test_rounds_of_sampled_rows_held_to_a_grammar_are_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host chooses on trees, and corrects roots alone: both are compared with each other."""
+    pytest.importorskip("llguidance")
+    stand_in(monkeypatch)
+    force_sizes(monkeypatch)
+    places = set[Place]()
+    count = TreeSizes.count
+    monkeypatch.setattr(TreeSizes, "count", lambda self, *told: places.add(told[-1]) or count(self, *told))
+    model = terse()
+    asked = {"do_sample": True, "eos_token_id": 5, "max_new_tokens": 24, "assistant": AUTO}
+    with fastspec.patched(model, eagle3=seer(model)):
+        for ids in texts(9, 7, 4):
+            model.generate(ids[None], **asked, logits_processor=[fastspec.Grammar(TOKENIZER, json_schema=SCHEMA)])
+    assert places == {Place.HOST}

@@ -135,7 +135,7 @@ def test_prompts_cover_what_parts_are_padded_to(length, wanted):
 @pytest.mark.parametrize("length", [1, 16, 17, 65, 96, 128, 129, 150, 200, 300, 2000])
 def test_each_pass_of_prompts_together_is_warmed_up_once(length):
     """All that prompts of so many tokens make, where the first of each two compiles."""
-    calls = [call.lengths for call in open_batch_calls(length, {1: [0]}, 8, captures=True, constrains=False)]
+    calls = [call.lengths for call in open_batch_calls(length, {1: [0]}, 8, captures=True, held={})]
     passes = [(len(lengths), capture.padded_width(max(lengths))) for lengths in calls if len(lengths) > 1]
     made = {(count, width) for count, width in groups(8) if width <= capture.padded_width(length)}
     assert len(passes) == 2 * len(made) and {*passes} == made

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastspec.errors import FastSpecError
 from fastspec.generation.constraint import Constraint
-from fastspec.generation.drafters.base import Process
+from fastspec.generation.drafters.base import Place, Process
 from fastspec.generation.engine.batching import Wants, brought
 from fastspec.generation.engine.call import Prefix, Request
 from fastspec.generation.engine.engine import Engine, TargetT
@@ -371,13 +371,14 @@ class RowCounts(Generic[TargetT]):
         for each in self.made.values():
             each.engine.reserve(room)
 
-    def sizes(self) -> dict[int, list[int | None]]:
-        """Sizes of trees that captured rounds of every number of rows choose from; None alone where they do not."""
+    def sizes(self, place: Place) -> dict[int, list[int | None]]:
+        """Sizes of trees of captured rounds of every number of rows, by the place of their verdict; None alone where
+        none are chosen."""
         found = dict[int, list[int | None]]()
         for step in self.steps:
             made = self.made.get(step)
             sizes = made.engine.sizes if made is not None and made.engine.target.captures else None
-            found[step] = [None] if sizes is None else [*range(len(sizes.shapes) + 1)]
+            found[step] = [None] if sizes is None else [*sizes.at(place)]
         return found
 
     def pin(self, size: int | None) -> list[Engine[TargetT]]:
