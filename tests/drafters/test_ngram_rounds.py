@@ -284,8 +284,8 @@ def test_a_row_that_joins_waits_for_the_next_launch_with_its_text(dear, copied):
     assert drafter.storages[1] is storage if copied else known(drafter, 1) == known(cold, 1)
 
 
-def test_behind_a_round_with_drafts_few_tokens_are_counted_where_a_row_has_joined(dear):
-    """The round after it may draft by them; behind others they wait until a counter has enough of them."""
+def test_after_a_round_with_drafts_few_tokens_are_counted_where_a_row_has_joined(dear):
+    """The next round may draft by them; after rounds without drafts they wait until a counter has enough of them."""
     drafter = drafter_of(2, [3, 4, 5] * 9)
     drafter.counter = ngram_counter()
     drafter.work(all_of_it=True)
