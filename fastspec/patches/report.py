@@ -175,6 +175,6 @@ def report(model: Any) -> Report:
         trees={
             (config, rows): sizes.choice()
             for ((config, _), rows, *where, _, _), sizes in session.trees.items()
-            if where == [device, dtype]
+            if where == [device, dtype] and (sizes.rounds or not sizes.fed)
         },
     )

@@ -366,11 +366,12 @@ def test_where_rounds_held_to_grammars_alone_choose_no_other_sizes_are_warmed_up
         batch.warmup(length=60)
         assert {size for place, size in ran if place is not Place.FED} == {0, 4}, "0: rows that take no drafts"
         ran.clear(), unserved.clear()
-        for _ in range(3):
-            for options, count in ((held, 24), (free, 40)):
-                ids = texts(9, 3)
-                found = told([batch.submit(each, **options, max_new_tokens=count) for each in ids])
-                assert found == [alone(plain, each, count, **options) for each in ids]
+        for turn in range(5):
+            options, count = ((free, 40), (held, 24))[turn % 2]
+            ids = texts(9, 3)
+            found = told([batch.submit(each, **options, max_new_tokens=count) for each in ids])
+            assert found == [alone(plain, each, count, **options) for each in ids]
+            assert bool(fastspec.report(model).trees) == (turn > 0), "those of rounds that have chosen"
     assert not unserved and {size for place, size in ran if place is Place.DEVICE} == {4}
     assert {size for place, size in ran if place is Place.FED} == {0, 1, 2, 3, 4}
 
