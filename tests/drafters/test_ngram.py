@@ -56,6 +56,7 @@ def chains(growth: Growth) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize(("rows", "nodes", "steps", "vocabulary"), [(1, 1, 1, 7), (3, 5, 4, 65), (2, 16, 8, 257)])
 def test_likeliest_tokens_of_a_path_are_those_of_its_rows(rows: int, nodes: int, steps: int, vocabulary: int) -> None:
     logits, path = torch.randn(rows, nodes, vocabulary), torch.randint(0, nodes, (rows, steps))
+    path[:, steps // 2 :] = path[:, steps // 2, None]  # as of a path that has ended
     found = nasd._likeliest(logits, path, 3)
     assert torch.equal(found, logits[torch.arange(rows)[:, None], path].topk(3).indices)
 

@@ -137,10 +137,13 @@ def lay_out(growths: list[Growth], nodes: int, max_path: int, device: torch.devi
 
 def _likeliest(logits: Tensor, path: Tensor, count: int) -> Tensor:
     """[B, S, count]: the tokens of the largest logits [B, N, V] at the nodes of a path [B, S], the best first. A CPU
-    takes a node's row at a time where it lies: a copy of all is a loop of torch's threads, which wait milliseconds for
-    a core where the threads of the kernels or other programs have it."""
+    takes a node's row at a time where it lies, once, since a path's last node repeats: a copy of all is a loop of
+    torch's threads, which wait milliseconds for a core where the threads of the kernels or other programs have it."""
     if logits.device.type == "cpu":
-        best = [logits[row, node].topk(count).indices for row, nodes in enumerate(path.tolist()) for node in nodes]
+        best = list[Tensor]()
+        for row, nodes in enumerate(path.tolist()):
+            found = {node: logits[row, node].topk(count).indices for node in {*nodes}}
+            best += [found[node] for node in nodes]
         return torch.stack(best).view(*path.shape, count)
     rows = torch.arange(logits.shape[0], device=logits.device)[:, None]
     return logits[rows, path].topk(count).indices
