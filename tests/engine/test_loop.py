@@ -78,7 +78,7 @@ class Script:
     def __init__(self, rows: int, drafter: Any = None, wide: int = 0, sample: bool = False) -> None:
         self.target, self.drafter, self.state = Reader(wide), drafter, RoundState(rows, CPU)
         self.choice, self.sizes, self.masks = Choice(TORCH, ChoiceRule(sample=sample)), None, Masks(CPU)
-        self.longest, self.in_flight, self.given = NODES, False, None
+        self.longest, self.in_flight, self.given, self.joins = NODES, False, None, False
         self.holds, self.generated, self.log, self.rounds = list(range(rows)), [1] * rows, [], 0
         self.verifiers: set[type] = set()
         self.before: Callable[[], Any] = lambda: None
@@ -106,9 +106,6 @@ class Script:
         assert self.drafter is None or len(drafter.log) == 1
         self.log.append(("admit", row, count, root.tolist()))
         self.holds[row], self.generated[row], self.state.root[row] = count - 1, 1, root[0]
-
-    def join(self, row: int, text: Tensor, first: int, prefix: Any) -> None:
-        """No drafter here begins a row by itself."""
 
     @contextmanager
     def verifying(self, texts: Any) -> Iterator[GivenText]:

@@ -135,7 +135,7 @@ class Stepping:
     """An engine that keeps what it is asked; `take` is another test's."""
 
     def __init__(self, rows: int, drafts: bool = False) -> None:
-        self.state, self.longest, self.in_flight = RoundState(rows, CPU), LONGEST, False
+        self.state, self.longest, self.in_flight, self.joins = RoundState(rows, CPU), LONGEST, False, True
         self.target, self.drafter = SimpleNamespace(captures=False), None
         self.steps: list[Any] = []
         self.admitted: list[Any] = []

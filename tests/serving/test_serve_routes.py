@@ -22,7 +22,8 @@ PAGE = "http://page.example"
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
     model = fastspec.patch(small_target(peak=0.15))
-    with served(model, rows=1, max_length=80, assistant="nasd", api_key="k", origins=[PAGE]) as running:
+    told = {"api_key": "k", "origins": [PAGE], "draft_model": "small"}
+    with served(model, rows=1, max_length=80, assistant="nasd", **told) as running:
         yield running
 
 
@@ -122,8 +123,10 @@ def test_what_is_served_is_told(server: Served) -> None:
     request = urllib.request.Request(f"{server.url}/metrics", headers={"Authorization": "Bearer k"})
     with urllib.request.urlopen(request, timeout=SECONDS) as answer:
         (line,) = [line for line in answer.read().decode().split("\n") if line.startswith("fastspec_info{")]
-    for name, value in {"model": NAME, "assistant": "nasd", "rows": 1, "max_length": 80, "dtype": "float32"}.items():
+    told = {"model": NAME, "assistant": "nasd", "draft_model": "small", "rows": 1, "max_length": 80, "dtype": "float32"}
+    for name, value in told.items():
         assert f'{name}="{value}"' in line
+    assert "head=" not in line
     assert 'device="cpu"' in line and 'kernels="' in line and line.endswith(" 1.0")
     given = {"prompt": "w5", "max_tokens": 2}
     assert asked(server, "/v1/completions", assistant="nasd", **given)[0] == 200

@@ -417,8 +417,8 @@ OWN, OLDER = {"eagle3": "own"}, {"eagle": "older", "eagle2": "older"}
         (("other", {**OLDER, **OWN}, None), Chosen("eagle3", "own")),
         (("other", {**OLDER, **OWN}, "eagle"), Chosen("eagle", "older")),
         (("other", {}, "autoregressive"), Chosen("autoregressive", None)),
-        ((SMOLLM2, {}, None, "small"), Chosen("speculative", "small")),
-        (("other", {}, "speculative", "small"), Chosen("speculative", "small")),
+        ((SMOLLM2, {}, None, "small"), Chosen("speculative", None, "small")),
+        (("other", {}, "speculative", "small"), Chosen("speculative", None, "small")),
     ],
     ids=str,
 )

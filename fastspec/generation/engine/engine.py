@@ -160,12 +160,17 @@ class Engine(Generic[TargetT]):
                 self.drafter.move_row(row, drafter, source, count)
         self.state.root[row] = root[0].clamp(min=0)
 
+    @property
+    def joins(self) -> bool:
+        """True where the drafter is on the host, and `join` has to follow `admit`."""
+        return isinstance(self.drafter, HostDrafter)
+
     def join(self, row: int, text: Tensor, first: int, prefix: Prefix | None, hint: Sequence[int] = ()) -> None:
         """Let a drafter on the host begin with a text [T], there too, that was admitted to a row, and its first new
         token: once that was read, so that the host waits for nothing else in between."""
-        if isinstance(self.drafter, HostDrafter):
-            known = None if prefix is None or prefix.drafter is None else (prefix.drafter, prefix.row, prefix.count)
-            self.drafter.join(row, text, max(first, 0), known, hint)
+        assert isinstance(self.drafter, HostDrafter)
+        known = None if prefix is None or prefix.drafter is None else (prefix.drafter, prefix.row, prefix.count)
+        self.drafter.join(row, text, max(first, 0), known, hint)
 
     def copy_row(self, row: int, other: Engine[TargetT], source: int, count: int) -> None:
         """Copy the `count` committed tokens of a row of another engine, to which nothing is in flight."""

@@ -103,7 +103,9 @@ class VerifyingRounds(Rounds[TargetT]):
         root, _ = joining.begin(self.verifier, first)
         batch.give_away(row)
         self.engine.admit(row, joining.target, joining.drafter, root, joining.done)
-        self.engine.join(row, joining.ids[0, : joining.done].cpu(), int(root), joining.prefix, prompt.handed)
+        if self.engine.joins:
+            text = joining.ids[0, : joining.done].cpu()
+            self.engine.join(row, text, int(root), joining.prefix, prompt.handed)
         batch.out.tokens[row] += tokens
         batch.seat(row, joining.prompt, joining.done, joining.prefix)
         self.verifier.seat([row], [joining.prompt])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastspec.generation.capture import SPENT, padded_width, padded_widths
-from fastspec.generation.drafters.base import Drafter, HostDrafter, MixingDrafter
+from fastspec.generation.drafters.base import Drafter, MixingDrafter
 from fastspec.generation.drafters.given_text import Transcript
 from fastspec.generation.engine.batching import Batch
 from fastspec.generation.engine.call import Entry, Outcome, Prefix, Request
@@ -190,10 +190,9 @@ class Rounds(Generic[TargetT]):
         batch = self.batch
         prefix = batch.prefix()
         if prefix is not None:
-            drafter = self.engine.drafter
-            if not isinstance(drafter, HostDrafter):
+            if not self.engine.joins:
                 self.engine.settle()  # a row that runs may have what is read
-            row, prefix = batch.row_for(prefix), prefix.held(drafter)
+            row, prefix = batch.row_for(prefix), prefix.held(self.engine.drafter)
             return self._read_alone((row, *batch.next(row)), room, prefix=prefix)
         rows = batch.free()[: self._gather(room)]
         taken = [(row, *batch.next(row)) for row in rows]
@@ -344,7 +343,8 @@ class Rounds(Generic[TargetT]):
     ) -> None:
         """Let a prompt of `count` tokens go on in its row; `tokens` is its first."""
         self.batch.seat(row, prompt, count, prefix)
-        self.engine.join(row, self.batch.text_of(prompt), tokens[0], prefix)
+        if self.engine.joins:
+            self.engine.join(row, self.batch.text_of(prompt), tokens[0], prefix)
         self.verifier.seat([row], [prompt])
         self.batch.stats.joined += 1
         self.batch.read(prompt, tokens, scores, logits)

@@ -161,6 +161,6 @@ def counter(path: Path) -> Callable[..., None]:
 def grower(path: Path) -> Callable[..., int]:
     """The function of the same library that grows a tree."""
     found: Callable[..., int] = ctypes.PyDLL(str(path)).fastspec_grow_ngrams
-    tree = [*(P, N, N, N, ctypes.c_int32), *(P, P, N, P, P, P, P, N), *(N, N, P, N, N, ctypes.c_double, P), P, P, P]
-    found.argtypes, found.restype = tree, N  # type: ignore[attr-defined]
+    context, tree = [P, N, N, N, ctypes.c_int32], [N, N, P, N, N, ctypes.c_double, P, P, P, P]
+    found.argtypes, found.restype = [*context, P, P, N, P, P, P, P, N, *tree], N  # type: ignore[attr-defined]
     return found

@@ -432,7 +432,7 @@ def linear_parts(x: Tensor, weights: Sequence[StoredWeight], biases: Sequence[Te
     channels = sum(weight.shape[0] for weight in weights)
     out = torch.empty((parts, *x.shape[:-1], channels), dtype=torch.float32, device=x.device)
     most = stages_of(tuned("stored_parts", flat, weights, biases))
-    hopper_stored(flat, weights, biases, out, hopper_launch_of(weights, rows, False, True, most))
+    hopper_stored(flat, weights, biases, out, hopper_launch_of(weights, rows, False, apart=True, most_stages=most))
     return Parts(out, x.dtype)
 
 

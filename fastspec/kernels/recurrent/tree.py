@@ -210,7 +210,7 @@ def add_updates(
 
 @triton.jit
 def rates_of(p_a, p_b, s_a, s_b, rows, m_rows, log_decay, bias, scale):
-    """g and beta of rows of one head; 0 where m_rows is false. beta is rounded to b's dtype on its way."""
+    """g and beta of rows of one head, as of `gate_of` and `beta_of`."""
     b_a = tl.load(p_a + rows * s_a, mask=m_rows, other=0.0)
     return gate_of(b_a, m_rows, log_decay, bias), beta_of(
         tl.load(p_b + rows * s_b, mask=m_rows, other=0.0), m_rows, scale
@@ -219,6 +219,7 @@ def rates_of(p_a, p_b, s_a, s_b, rows, m_rows, log_decay, bias, scale):
 
 @triton.jit
 def gate_of(b_a, m_rows, log_decay, bias):
+    """g, the logarithm of the decay, of rows of one head; 0 where m_rows is false."""
     b_a = b_a.to(tl.float32) + bias
     softplus = tl.where(b_a > 20.0, b_a, tl.log(1.0 + tl.exp(tl.minimum(b_a, 20.0))))
     return tl.where(m_rows, -tl.exp(log_decay) * softplus, 0.0)
@@ -226,6 +227,7 @@ def gate_of(b_a, m_rows, log_decay, bias):
 
 @triton.jit
 def beta_of(b_b, m_rows, scale):
+    """beta of rows of one head, rounded to b's dtype on its way; 0 where m_rows is false."""
     beta = (tl.sigmoid(b_b.to(tl.float32)).to(b_b.dtype).to(tl.float32) * scale).to(b_b.dtype).to(tl.float32)
     return tl.where(m_rows, beta, 0.0)
 

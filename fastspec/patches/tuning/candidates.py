@@ -31,8 +31,12 @@ from fastspec.kernels.quantised.row import launched
 from fastspec.kernels.tuned_launches import Place, forced
 
 KINDS: dict[str, Any] = {
-    **{"rows": Launch, "row": RowLaunch, "hopper": HopperLaunch, "tree": TreeLaunch},
-    **{"stored": StoredLaunch, "stored_row": StoredRowLaunch},
+    "rows": Launch,
+    "row": RowLaunch,
+    "hopper": HopperLaunch,
+    "tree": TreeLaunch,
+    "stored": StoredLaunch,
+    "stored_row": StoredRowLaunch,
 }
 """The names of launches in the file that keeps them."""
 STORED = (*stored.OPS, "stored_parts")

@@ -133,6 +133,7 @@ class Chosen:
 
     assistant: AssistantName
     head: str | None
+    draft: str | None = None
 
 
 def chosen_of(name: str, given: Mapping[str, str], assistant: str | None, draft: str | None = None) -> Chosen:
@@ -145,7 +146,7 @@ def chosen_of(name: str, given: Mapping[str, str], assistant: str | None, draft:
     if draft is None and assistant == "speculative":
         raise Unsupported("--assistant speculative needs --draft-model MODEL, which drafts for it")
     if draft is not None:
-        return Chosen("speculative", draft)
+        return Chosen("speculative", None, draft)
     heads = dict(SHIPPED.get(name, ())) | dict(given)
     first = [*(each for each in HEADS if each in given), *(each for each in HEADS if each in heads)]
     chosen = cast(AssistantName, assistant or next(iter(first), "nasd"))
@@ -180,9 +181,8 @@ def model_of(
     from fastspec.programs.bulk import own_device
 
     heads: dict[str, str] = {} if chosen.head is None else {chosen.assistant: chosen.head}
-    draft = heads.pop("speculative", None)
     on = own_device() if device is None else device
-    return options.patched_model(name, on, backend, heads=heads, draft_model=draft, **loading)
+    return options.patched_model(name, on, backend, heads=heads, draft_model=chosen.draft, **loading)
 
 
 def refuse_cut(device: str | None, cascade: Cascade | None, processes: int) -> None:
@@ -388,6 +388,7 @@ def serve(
             api_key=api_key,
             origins=cors or (),
             head=chosen.head,
+            draft_model=chosen.draft,
             page=page,
         )
         with left_alone_by_the_collector():

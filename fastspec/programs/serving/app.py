@@ -115,6 +115,7 @@ def build_app(
     api_key: str | None = None,
     origins: Sequence[str] = (),
     head: str | None = None,
+    draft_model: str | None = None,
     page: bool = True,
 ) -> RequestMiddleware:
     """An ASGI application that answers OpenAI's routes, and Anthropic's, for one model by an open batch, and closes the
@@ -122,15 +123,17 @@ def build_app(
 
     `batch` is an open batch of this process, or one in a process of its own, whose process it ends. `name` is what
     requests call the model, `tokenizer` a fast one of transformers, of which an open batch here makes stop strings.
-    With `api_key` requests must bring it. `origins` are those of pages that browsers let ask, "*" for any; `head` is
-    what the log and the metrics call the assistant's. With `page` there is a chat at `/`. Raises Unsupported for a
-    tokenizer that is not a fast one.
+    With `api_key` requests must bring it. `origins` are those of pages that browsers let ask, "*" for any; `head` and
+    `draft_model` are what the log and the metrics call the assistant's. With `page` there is a chat at `/`. Raises
+    Unsupported for a tokenizer that is not a fast one.
     """
     if not getattr(tokenizer, "is_fast", False):
         kind = type(tokenizer).__name__
         raise Unsupported(f"{kind} is no fast tokenizer, which streaming needs: load it with use_fast=True")
     served: Served = batch if isinstance(batch, Remote) else Here(batch, tokenizer)
-    server = Server(served, tokenizer, name, limits or Limits(), {} if head is None else {"head": head})
+    sources = {"head": head, "draft_model": draft_model}
+    named = {each: source for each, source in sources.items() if source is not None}
+    server = Server(served, tokenizer, name, limits or Limits(), named)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
