@@ -13,7 +13,7 @@ import threading
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fastspec.errors import Unsupported, check_whole
 from fastspec.forks import at_fork
@@ -51,6 +51,10 @@ class Growing:
 
 
 GROWING = Growing()
+
+
+def _address(values: array[Any]) -> int:
+    return values.buffer_info()[0]
 
 
 class NgramStorage:
@@ -171,13 +175,30 @@ class NgramStorage:
         tokens, parents = (array("i", bytes(4 * nodes)) for _ in range(2))
         chances = array("d", bytes(8 * nodes))
         with GROWING.lock:  # arrays move where they grow
-            held = (edges.keys, edges.slots), (tallies.heads, tallies.tokens, tallies.counts, tallies.later)
-            first, second = ([each.buffer_info()[0] for each in some] for some in held)
             count = grower(
-                *(context.buffer_info()[0], len(cursor), self.n - 1, self._least, root),
-                *(*first, edges.mask, *second, len(tallies), gamma, nodes),
-                *(over.buffer_info()[0], len(over), guess, least, doubted.buffer_info()[0]),
-                *(each.buffer_info()[0] for each in (tokens, parents, chances)),
+                _address(context),
+                len(context),
+                self.n - 1,
+                self._least,
+                root,
+                _address(edges.keys),
+                _address(edges.slots),
+                edges.mask,
+                _address(tallies.heads),
+                _address(tallies.tokens),
+                _address(tallies.counts),
+                _address(tallies.later),
+                len(tallies),
+                gamma,
+                nodes,
+                _address(over),
+                len(over),
+                guess,
+                least,
+                _address(doubted),
+                _address(tokens),
+                _address(parents),
+                _address(chances),
             )
         return tokens[:count].tolist(), parents[:count].tolist(), chances[:count].tolist()
 
