@@ -210,6 +210,16 @@ def test_figures_of_times_are_those_of_their_rows() -> None:
     held(
         "../performance/batches.md", f"made {one('oracle_h200.jsonl', 'over_plain', **open_rows):.2f} times the tokens"
     )
+    for shape, said, told in (
+        ("qwen3-30b-a3b", "{:.2f} times as fast with eight rows and {:.2f} times with 128", "made {:.2f}"),
+        ("qwen3.6-35b-a3b", "by its MTP layer {:.2f} and {:.2f} times", "and {:.2f} times the tokens"),
+    ):
+        many = {"shape": shape, "tree": "auto", "survival": kinds["survival"]}
+        eight, most, opened = (
+            one("oracle_h200.jsonl", "over_plain", rows=count, way=way, **many)
+            for count, way in ((8, "generate"), (128, "generate"), (8, "open"))
+        )
+        held("../performance/batches.md", said.format(eight, most), told.format(opened))
     mixture = {"shape": "qwen3-30b-a3b", "method": "eagle3", "rows": 1, "survival": kinds["survival"]}
     fixed, chosen = (one("oracle_h200.jsonl", "over_plain", tree=tree, **mixture) for tree in ("default", "auto"))
     held("assistants.md", f"{chosen:.2f} times as fast as without drafts, where 60 nodes made it {fixed:.2f} times")
