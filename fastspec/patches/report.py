@@ -81,8 +81,12 @@ class Report:
         lines += [] if self.tables == "none" else [f"  launch tables: {self.tables}"]
         lines += [] if self.why_torch is None else [f"  plain torch on the CPU: {self.why_torch}"]
         lines += [] if not self.exact else ["  exact: every assistant gives the bits of autoregressive"]
-        lines += [f"  {count} layers multiply weights as stored: {name}" for name, count in self.stored.items()]
-        lines += [f"  {count} layers run by their own forward: {why}" for why, count in self.own_forward.items()]
+        lines += [
+            f"  weights multiplied as stored: {name}, {_counted(count, 'layer')}" for name, count in self.stored.items()
+        ]
+        lines += [
+            f"  run by their own forward: {_counted(count, 'layer')}, {why}" for why, count in self.own_forward.items()
+        ]
         lines += [f"  the head of {name} in {bits} bits" for name, bits in self.head_bits.items()]
         lines += [] if self.dequantised is None else [f"  weights were dequantised: {self.dequantised}"]
         lines += [
@@ -99,8 +103,8 @@ class Report:
         return "\n".join(lines)
 
 
-def _counted(calls: int) -> str:
-    return f"{calls} call{'' if calls == 1 else 's'}"
+def _counted(count: int, what: str = "call") -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _speed(calls: list[Stats]) -> str:
