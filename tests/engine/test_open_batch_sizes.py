@@ -77,7 +77,10 @@ def test_rows_held_to_grammars_find_every_size_captured(device: str, monkeypatch
     ran, taken = what_no_graph_served(monkeypatch), force_sizes(monkeypatch)
     plain, model = terse().to(device), terse().to(device)
     options = {**GREEDY, "eos_token_id": 5, "logits_processor": [fastspec.Grammar(TOKENIZER, json_schema=SCHEMA)]}
-    with fastspec.patched(model, eagle3=seer(model)), fastspec.continuous(model, AUTO, rows=2, max_length=90) as batch:
+    with (
+        fastspec.patched(model, eagle3=seer(model).to(device)),
+        fastspec.continuous(model, AUTO, rows=2, max_length=90) as batch,
+    ):
         batch.warmup(length=60)
         ran.clear()
         for ids in (texts(9, 3), texts(7), texts(4, 5, 6)):
