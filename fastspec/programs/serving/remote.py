@@ -219,7 +219,7 @@ Opened = tuple[PromptBatch, Any]
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """What the other process needs to know of a batch, once it is open."""
+    """Facts of an open batch that the other process needs."""
 
     tokenizer: Any
     config: Any
