@@ -295,6 +295,28 @@ def test_files_that_the_pages_name_are_there_and_hold_what_is_said_to_be_in_them
     assert not wrong, "\n".join(wrong)
 
 
+def test_no_file_is_an_exception_to_the_formatter() -> None:
+    repository = ROOT.parent
+    folders = ("fastspec", "tests", "benchmarks", "examples", "packages", ".ci")
+    sources = {path: path.read_text(encoding="utf-8") for each in folders for path in (repository / each).rglob("*.py")}
+    assert [path for path, text in sources.items() if re.search(r"# (fmt|yapf): *(off|skip|on)\b", text)] == []
+    settings = (repository / "pyproject.toml").read_text(encoding="utf-8")
+    assert "per-file-ignores" not in settings and "[tool.ruff.format]" not in settings
+
+
+def test_no_docstring_begins_with_a_clause() -> None:
+    """The first words name the thing: a reader of a listing learns what it is."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    found = [
+        f"{path.relative_to(ROOT)}: {text[:60]}"
+        for path in sorted(ROOT.rglob("*.py"))
+        for node in ast.walk(parsed(path))
+        if isinstance(node, kinds)
+        and re.match(r"(What|Whether|Who|How|Why|Where)\b", text := ast.get_docstring(node) or "")
+    ]
+    assert not found, "\n".join(found)
+
+
 def test_one_class_name_is_one_thing():
     found: dict[str, list[str]] = {}
     for path in ROOT.rglob("*.py"):

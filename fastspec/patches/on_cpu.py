@@ -33,7 +33,7 @@ def named(backend: str, device: torch.device, dtype: torch.dtype, adapted: bool)
 
 
 def why_torch(dtype: torch.dtype, adapted: bool) -> str | None:
-    """Why "auto" on the CPU is plain torch for a model, or None. Raises Unsupported for an unknown FASTSPEC_CPU."""
+    """Reason for which "auto" is plain torch for a model, or None. Raises Unsupported for an unknown FASTSPEC_CPU."""
     if chosen(SETTING, CHOICES) == "torch":
         return f"{SETTING}=torch in the environment"
     if not adapted:

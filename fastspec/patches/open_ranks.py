@@ -46,7 +46,7 @@ RECENT = 16
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What has happened since the last turn.
+    """Events since the last turn.
 
     `came` are prompts as `PromptMail` writes them, `let_go` numbers of those that nobody waits for or whose streamer
     failed, `acts` the names and arguments of what is done between two turns. `stale`: the model has changed; `failed`:

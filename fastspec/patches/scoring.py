@@ -105,7 +105,7 @@ def _passes(
     read: Callable[[Tensor, Tensor], Value],
     turn: Callable[[], AbstractContextManager[Any]],
 ) -> Iterator[Value]:
-    """What `read` makes of logits [B, N, V] and tokens [B, N], pass by pass, of texts [B, T] padded on the right."""
+    """Values of `read` for logits [B, N, V] and tokens [B, N], pass by pass, of texts [B, T] padded on the right."""
     rows, longest = texts.shape
     nodes = max(1, min(NODES, longest - 1, SCORES // (rows * model.config.get_text_config().vocab_size)))
     with turn():

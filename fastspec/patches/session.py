@@ -273,7 +273,7 @@ class PatchSession:
         return None if self.exact else "patch(model, exact=False) asked for the fast kernels"
 
     def why_torch(self, model: Any, mode: Mode) -> str | None:
-        """Why backend="auto" runs a model on the CPU without the C++ kernels, or None."""
+        """Reason for which backend="auto" runs a model on the CPU without the C++ kernels, or None."""
         on_cpu = self.backend == "auto" and device_of(model).type == "cpu"
         return why_torch(mode.dtype, mode.adapter is not None) if on_cpu else None
 

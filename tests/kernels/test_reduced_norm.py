@@ -25,7 +25,7 @@ from fastspec.kernels.linear import launches
 from fastspec.kernels.linear.launches import RowLaunch
 from fastspec.kernels.linear.linear import linear
 from fastspec.kernels.linear.reference import DeferredProduct, DeferredSum, Parts, joined
-from fastspec.kernels.parallel import joins, reduced_norm, reference
+from fastspec.kernels.parallel import joins, reduced_norm, reference, words
 from fastspec.kernels.parallel.words import BLANK, NANS, ROWS, Space, fits, sum_words
 from fastspec.kernels.tuned_launches import forced
 
@@ -225,7 +225,7 @@ def test_an_interrupt_leaves_no_words_and_waits_for_none(device, monkeypatch, be
         )
     else:
         monkeypatch.setattr(reduced_norm, "linear_row", partial(interrupted, reduced_norm.linear_row))
-    monkeypatch.setattr(reduced_norm, "MAX_LOOKS", 1000)
+    monkeypatch.setattr(words, "MAX_LOOKS", 1000)
     sent = joined(own)
     if count:
         write(group.spaces[0], sent[0], 1, 0, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -213,3 +214,9 @@ def test_a_tokenizers_own_template_comes_before_its_family(tokenizer):
     assert response_template(tokenizer, Config) is None
     tokenizer.response_template = GEMMA
     assert response_template(tokenizer, Config) is GEMMA
+
+
+def test_without_transformers_own_server_tokenizers_own_templates_are_left(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers.cli.serving.utils", None)
+    assert response_template(SimpleNamespace(), SimpleNamespace(model_type="qwen3")) is None
+    assert response_template(SimpleNamespace(response_template=GEMMA), SimpleNamespace(model_type="qwen3")) is GEMMA

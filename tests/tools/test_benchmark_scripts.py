@@ -37,6 +37,13 @@ def load(on_cpu: None) -> Any:
     return found
 
 
+def test_benchmarks_and_their_results_stay_small() -> None:
+    """Scripts whose question is answered, and rows that newer ones replace, leave."""
+    lines = sum(path.read_text(encoding="utf-8").count("\n") for path in BENCHMARKS.rglob("*.py"))
+    size = sum(path.stat().st_size for path in (BENCHMARKS / "results").rglob("*") if path.is_file())
+    assert lines < 3_600 and size < 1_500_000
+
+
 def test_no_file_takes_the_name_of_a_package_that_transformers_looks_for_or_of_pythons_own() -> None:
     names = {path.stem for path in BENCHMARKS.glob("*.py")}
     looked_for = {

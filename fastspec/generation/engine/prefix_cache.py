@@ -28,7 +28,7 @@ NEVER, GIVEN_UP = -2, -1
 
 
 @dataclass(slots=True, eq=False)
-class HeldText:
+class CachedText:
     """Text of a row: `prompt` [T] int64 on the host, and the `answer` so far. The row's cache holds all of it but the
     last token, and more behind that may not belong to it: it was written up to slot `reached` at least. `used` is the
     number of its last use, and `running` says whether a prompt has the row."""
@@ -53,7 +53,7 @@ class HeldText:
         return self.first
 
 
-Texts = list[HeldText | None]
+Texts = list[CachedText | None]
 """The text of each row of an engine."""
 
 
@@ -167,7 +167,7 @@ class PrefixCache(Generic[TargetT]):
         """A row of the current engine, written up to a slot, has read a prompt [T], and goes on with its answer."""
         if row in self.expected and self.current is not None:
             self.expected.remove(row)
-            self.texts[self.current][row] = HeldText(prompt, answer, reached, self._use())
+            self.texts[self.current][row] = CachedText(prompt, answer, reached, self._use())
 
     def end(self, row: int) -> None:
         """The prompt in a row of the current engine has ended."""
@@ -175,7 +175,7 @@ class PrefixCache(Generic[TargetT]):
         texts = [] if self.current is None else self.texts[self.current]
         text = texts[row] if texts else None
         if text is not None and text.running:
-            texts[row] = HeldText(text.ids, [], text.reached, self._use(), running=False, first=text.first)
+            texts[row] = CachedText(text.ids, [], text.reached, self._use(), running=False, first=text.first)
 
     def move(self, engine: Engine[TargetT], moves: dict[int, int]) -> None:
         """Another engine is about to decode: its rows take prompts from rows of the current one, by `moves`."""
@@ -205,7 +205,7 @@ class PrefixCache(Generic[TargetT]):
             self.texts[other][place] = text
 
     def _place(
-        self, engine: Engine[TargetT], row: int, text: HeldText, taken: Collection[int]
+        self, engine: Engine[TargetT], row: int, text: CachedText, taken: Collection[int]
     ) -> tuple[Engine[TargetT], int, int] | None:
         """Place for a text, with room for the tokens that its row has committed, and their number."""
         wider, rows = self.wider(), len(self.texts[engine])
@@ -229,7 +229,7 @@ class PrefixCache(Generic[TargetT]):
         return self.uses
 
 
-def _age(text: HeldText | None) -> int:
+def _age(text: CachedText | None) -> int:
     return NEVER if text is None else text.used
 
 

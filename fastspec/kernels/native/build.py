@@ -75,7 +75,7 @@ def compiler() -> list[str] | None:
 
 
 def missing() -> str | None:
-    """Why the kernels cannot be built here, or None."""
+    """Reason for which the kernels cannot be built here, or None."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return f"they were tried on Linux and x86-64 alone, and this is {platform.system()} on {platform.machine()}"
     if torch.backends.cpu.get_cpu_capability() not in FLAGS:

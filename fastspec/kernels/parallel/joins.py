@@ -23,7 +23,6 @@ from fastspec.kernels.layer.norms import row_warps
 from fastspec.kernels.parallel import reference, symmetric
 from fastspec.kernels.parallel.words import (
     MAX_BYTES,
-    MAX_LOOKS,
     ROWS,
     Space,
     come,
@@ -142,11 +141,7 @@ def gathered(x: Tensor, width: int, space: Space) -> Tensor:
         *(rows, out, space.addresses, space.counts),
         *(width, part, chunks, rows.stride(0)),
         CHUNK=CHUNK,
-        WORDS=space.words,
-        ROWS=ROWS,
-        RANK=space.rank,
-        PROCESSES=space.processes,
-        LOOKS=MAX_LOOKS,
+        **space.options(),
         num_warps=8,
         **dependent(x.device),
     )
@@ -180,11 +175,7 @@ def chosen(scores: Tensor, first: int, space: Space) -> Tensor:
         *(keys, out, space.addresses, space.counts),
         *(keys.shape[1], first),
         TP=max(2, triton.next_power_of_2(keys.shape[1])),
-        WORDS=space.words,
-        ROWS=ROWS,
-        RANK=space.rank,
-        PROCESSES=space.processes,
-        LOOKS=MAX_LOOKS,
+        **space.options(),
         num_warps=1,
         **dependent(scores.device),
     )
@@ -257,12 +248,8 @@ def summed_rows(tokens: Tensor, table: Tensor, first: int, space: Space) -> Tens
         *(first, len(table), table.stride(0)),
         SIZE=size,
         BLOCK=block,
-        WORDS=space.words,
         USED=size * table.element_size() // 4,
-        ROWS=ROWS,
-        RANK=space.rank,
-        PROCESSES=space.processes,
-        LOOKS=MAX_LOOKS,
+        **space.options(),
         num_warps=row_warps(block, table.element_size()),
         **dependent(table.device),
     )

@@ -29,8 +29,6 @@ from fastspec.kernels.linear.reference import DeferredProduct, DeferredSum, Part
 from fastspec.kernels.linear.row import linear_row
 from fastspec.kernels.parallel.words import (
     BLANK,
-    MAX_LOOKS,
-    ROWS,
     Space,
     come,
     fits,
@@ -222,12 +220,8 @@ def reduced_norm(
             *(x_rows.stride(0), residual_rows.stride(0), out_rows.stride(0), total_rows.stride(0), eps),
             SIZE=size,
             BLOCK=block,
-            WORDS=space.words,
             USED=size * dtype.itemsize // 4,
-            ROWS=ROWS,
-            RANK=space.rank,
-            PROCESSES=space.processes,
-            LOOKS=MAX_LOOKS,
+            **space.options(),
             SENT=launch is not None,
             OWNED=launch is None and has_owners(shape.numel() * dtype.itemsize, space.processes),
             ADD=residual is not None,
@@ -243,11 +237,7 @@ def reduced_norm(
             _drop[(1,)](
                 *(values, space.addresses, space.counts),
                 USED=size * dtype.itemsize // 4,
-                WORDS=space.words,
-                ROWS=ROWS,
-                RANK=space.rank,
-                PROCESSES=space.processes,
-                LOOKS=MAX_LOOKS,
+                **space.options(),
                 **dependent(normed.device),
             )
         raise

@@ -45,6 +45,11 @@ class Space(NamedTuple):
     processes: int
     words: int
 
+    def options(self) -> dict[str, int]:
+        """Compile-time numbers of a launch that uses the space."""
+        sizes = {"WORDS": self.words, "ROWS": ROWS, "RANK": self.rank, "PROCESSES": self.processes}
+        return {**sizes, "LOOKS": MAX_LOOKS}
+
 
 def fits(shape: torch.Size, dtype: torch.dtype) -> bool:
     """True where [..., H] are rows that one launch sums."""

@@ -136,7 +136,7 @@ def load_heads(sources: Mapping[str, str | Path | EagleHead | None], target: Pre
 
 
 def _no_head(source: object) -> str:
-    """What is said of an object that is no head, and of a module that has one within; its own text may fill pages."""
+    """Message about an object that is no head, and a module that has one within; its own text may fill pages."""
     given = repr(source) if isinstance(source, (int, float)) else f"<{type(source).__name__}>"
     modules = source.named_modules() if isinstance(source, nn.Module) else ()
     part = next((name for name, each in modules if isinstance(each, EagleHead)), None)
@@ -243,8 +243,9 @@ def _of_embedding(brought: bool, copied: bool | None) -> str:
 def inspect_head(
     source: str | Path, target: PreTrainedModel | PretrainedConfig | None = None, *, revision: str | None = None
 ) -> HeadReport:
-    """How each switch of a head was decided and, given a target (its config is enough), whether the head fits. Raises
-    CheckpointError like `load_head`, but for a head that does not fit."""
+    """Report of how each switch of a head was decided and, given a target (or its config), whether the head fits.
+
+    Raises CheckpointError like `load_head`, but for a head that does not fit."""
     checkpoint = read_checkpoint(find_head(source, revision=revision))
     found = None
     if target is not None:

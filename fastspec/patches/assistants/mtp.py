@@ -249,7 +249,7 @@ def _found(where: str, num_layers: int, revision: str | None) -> tuple[MtpForm, 
 
 
 def inspect_mtp(source: str | Path) -> list[tuple[str, str]] | None:
-    """What the MTP layer of a model's checkpoint is and how it is read, to print; None without any."""
+    """Facts of the MTP layer of a model's checkpoint and how it is read, to print; None without any."""
     try:
         check_hub(str(source))
         kind, layers = _described(str(source))

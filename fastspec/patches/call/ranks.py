@@ -97,11 +97,11 @@ class Ranks:
         return held[0]
 
     def by_first(self, run: Callable[[], Value]) -> Value:
-        """What `run` gives in the first process, which alone calls it; its error is raised in all."""
+        """Result of `run` in the first process, which alone calls it; its error is raised in all."""
         return self.led(lambda joint: run(), lambda: None)
 
     def led(self, run: Callable[[Callable[..., Made]], Value], together: Callable[..., Made]) -> Value:
-        """What `run(joint)` gives in the first process, as `by_first`; `joint(...)` there calls `together(...)` in all,
+        """Result of `run(joint)` in the first process, as `by_first`; `joint(...)` there calls `together(...)` in all,
         and an error of that ends each."""
         if self.group.rank() > 0:
             nothing: tuple[tuple[Any, ...] | None, Any, BaseException | None] = None, None, None
@@ -142,7 +142,7 @@ def ranks_of(model: Any) -> Ranks | None:
 
 
 def by_first(model: Any, run: Callable[[], Value]) -> Value:
-    """What `run` gives in the first of a model's processes, all of which call this, or here in the only one."""
+    """Result of `run` in the first of a model's processes, all of which call this, or here in the only one."""
     ranks = ranks_of(model)
     return run() if ranks is None else ranks.by_first(run)
 

@@ -235,7 +235,7 @@ def _are_first(types: Any, model: Any) -> bool:
 
 
 def _setting(model: Any, given: dict[str, Any], name: str) -> Any:
-    """What a call of arguments `given` by name decodes by: an argument of None too."""
+    """Setting of a call with arguments `given` by name: an argument of None counts too."""
     return given[name] if name in given else setting(name, given, model.generation_config)
 
 

@@ -177,7 +177,7 @@ class StageModel:
         return self.loaded and processes_of(self.held) > 1
 
     def by_holders(self, run: Callable[[], Value], ranks: Ranks | None) -> Value:
-        """What `run` gives in the processes that hold the model: all of `ranks`, or the first, for all."""
+        """Result of `run` in the processes that hold the model: all of `ranks`, or the first, for all."""
         return run() if ranks is None or self.cut else ranks.by_first(run)
 
     @property

@@ -212,7 +212,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def unlike(got: Tensor, wanted: Tensor) -> str | None:
-    """How a tensor differs from what it should be by more than rounding; None where it does not."""
+    """Difference of a tensor from what it should be, beyond rounding; None where there is none."""
     if got.shape != wanted.shape or got.dtype != wanted.dtype:
         return f"it gives {got.dtype} {list(got.shape)}, not {wanted.dtype} {list(wanted.shape)}"
     if not wanted.numel():

@@ -101,7 +101,7 @@ def import_past(state: SequenceState, past: list[LayerCache], keep: Tensor) -> N
 
 
 def export_span(state: SequenceState, first: Tensor, shown: Tensor) -> list[LayerCache]:
-    """What transformers keeps of slots first[b] .. of every row, layer by layer: keys and values [B, Hkv, width, D],
+    """Slots first[b] .. of every row as transformers keeps them, layer by layer: keys and values [B, Hkv, width, D],
     the row's slots in the columns that shown [B, width] bool names; all other columns are zero."""
     slots = first[:, None] + shown.cumsum(1) - 1
     found = slots.clamp(0, state.slots - 1), shown & (slots < state.lengths[:, None]), state.lengths

@@ -191,7 +191,7 @@ class Identities:
         return [each for held in self.filled for each in held.values()]
 
     def _outside(self) -> Hashable:
-        """What else has a say in passes: global hooks, classes' methods, functions that these call."""
+        """Everything else that has a say in passes: global hooks, classes' methods, functions that these call."""
         # themselves: an address may be used again
         functions = tuple(replaced_functions(self.model, self.each) if isinstance(self.model, PreTrainedModel) else ())
         kinds = tuple((type(module).forward, has_replaced_methods(type(module))) for module in self.each)

@@ -271,7 +271,7 @@ def dtype_of(model: Any) -> torch.dtype:
 
 
 def stack_of(base: Any) -> Any:
-    """What a model gives as its decoder or base, or what is below the LM head of that. Llama 4 gives itself, since its
+    """Decoder or base that a model gives, or the stack below the LM head of that. Llama 4 gives itself, since its
     `base_model_prefix` is no attribute of it; delete when it gives its `model`."""
     below = getattr(base, "model", None)
     whole = below is None or not hasattr(base, "lm_head") or hasattr(base, base.base_model_prefix)

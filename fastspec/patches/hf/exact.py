@@ -46,7 +46,7 @@ def refuse_device(ops: Ops, dtype: torch.dtype) -> None:
 
 
 class Defaults:
-    """What `patch(exact=None, stored=None)` comes to for a model, as it was at the last look."""
+    """Values of `patch(exact=None, stored=None)` for a model, as it was at the last look."""
 
     def __init__(self) -> None:
         self._seen: Snapshot | None = None

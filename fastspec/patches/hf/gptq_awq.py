@@ -115,7 +115,7 @@ def from_file(name: str, tensor: Tensor, layout: Layout, bits: int) -> Tensor:
 
 
 def for_file(name: str, tensor: Tensor, layout: Layout, bits: int) -> Tensor:
-    """What `from_file` was given."""
+    """Tensor of a file: what `from_file` was given."""
     if name == "qweight" and layout.interleaved:
         return along_outputs(tensor)
     tensor = tensor.t()

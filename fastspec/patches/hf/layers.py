@@ -132,7 +132,7 @@ def layer_parts(
         return norm_of(getattr(layer, name), ops, parts) if name else plain_sum
 
     def added(name: str) -> Norm | None:
-        """What is done to what a part of the layer adds."""
+        """Norm or factor of what a part of the layer adds."""
         if factor is not None:
             return times(factor, norm(name))
         return norm(name) if name else None

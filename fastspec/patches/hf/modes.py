@@ -320,7 +320,7 @@ def noise_of(modules: Iterable[nn.Module]) -> str | None:
 
 
 def mode_of(model: Any) -> str:
-    """Why a model got its mode, in words, for `report`."""
+    """Mode of a model and the reason for it, in words, for `report`."""
     mode = mode_for(model)
     if mode.adapter is not None:
         return f"adapter {mode.adapter.model_type}"

@@ -306,7 +306,7 @@ def tune_place(trial: Any, device: torch.device) -> Tuned:
 
 
 def wrong(trial: Any, launch: Any, wanted: torch.Tensor) -> str | None:
-    """Why a launch cannot be used: it does not run, or what it computes; None where it can."""
+    """Reason against a launch: its error, or what it computes; None where it can be used."""
     try:
         got = tensors(trial.run(launch, 0))[0]
         if trial.same_bits and launch is not tuned_launches.MISSING and not torch.equal(got, wanted):

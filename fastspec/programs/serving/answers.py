@@ -58,7 +58,7 @@ class NamedToken:
 
 
 class Beside:
-    """What stands beside the text of an answer."""
+    """Event beside the text of an answer."""
 
     __slots__ = ()
 

@@ -153,7 +153,7 @@ class Remote(Served, AbstractContextManager["Remote"]):
             _end(self.process, PATIENCE)
             self._end(f"the process of the rounds has ended with status {self.process.exitcode}", cancel=False)
 
-    def _take(self, message: Tokens | Settled, sent: Sent, put_round: PutRound) -> None:
+    def _take(self, message: Tokens | PromptStatus, sent: Sent, put_round: PutRound) -> None:
         if isinstance(message, Tokens):
             try:
                 put_round(message.round)
@@ -219,7 +219,7 @@ Opened = tuple[PromptBatch, Any]
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """What the other process needs to know of a batch, once it is open."""
+    """Facts of an open batch that the other process needs."""
 
     tokenizer: Any
     config: Any
@@ -236,8 +236,8 @@ class Tokens(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
-    """A prompt is decoded, or its answer is `over`; with the error that refused or ended it, `sendable`."""
+class PromptStatus:
+    """State of a prompt: decoded, or its answer is `over`; with the error that refused or ended it, `sendable`."""
 
     number: int
     over: bool
@@ -344,4 +344,4 @@ class BatchEnd:
 
     def _settle(self, number: int, over: bool, done: Future[Any]) -> None:
         error = None if done.cancelled() else done.exception()
-        self.wire.post(Settled(number, over, None if error is None else sendable(error)))
+        self.wire.post(PromptStatus(number, over, None if error is None else sendable(error)))

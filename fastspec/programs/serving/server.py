@@ -476,7 +476,7 @@ class Server:
     _open = property(lambda self: self.batch.running + self.batch.waiting)
 
     def ill(self) -> str | None:
-        """Why the server is not healthy; None where it is."""
+        """Reason for which the server is not healthy; None where it is."""
         if not self.batch.alive:
             return "the rounds have failed for good"
         if self.batch.turns != self._turns or not self._open:

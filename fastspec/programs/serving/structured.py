@@ -12,8 +12,6 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
-from transformers.cli.serving.utils import get_response_template
-
 from fastspec.errors import Unsupported
 from fastspec.patches.call import grammar_text
 from fastspec.programs.serving.fields import OUTPUTS, TEXT
@@ -195,7 +193,7 @@ def chat_template(tokenizer: Any) -> str:
 
 
 def takes_notes(tokenizer: Any) -> bool:
-    """Whether a model's chat template writes messages of role system that come after others."""
+    """True where a model's chat template writes messages of role system that come after others."""
     talk = [{"role": role, "content": NOTE if role == "system" else "a"} for role in ("user", "assistant", "system")]
     try:
         text: str = tokenizer.apply_chat_template([{"role": "system", "content": "a"}, *talk], tokenize=False)
@@ -219,6 +217,13 @@ def folded(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def response_template(tokenizer: Any, config: Any) -> dict[str, Any] | None:
     """The template of a tokenizer, else of the model's family in transformers' own server, else None."""
+    own = getattr(getattr(tokenizer, "tokenizer", tokenizer), "response_template", None)
+    if own is not None:
+        return own
+    try:
+        from transformers.cli.serving.utils import get_response_template
+    except ImportError:  # private: a version without it leaves families to their tokenizers' templates
+        return None
     kinds = (config.model_type, config.model_type.removesuffix("_text"))  # transformers 5.17 names the latter alone
     models = (SimpleNamespace(config=SimpleNamespace(model_type=kind)) for kind in kinds)
-    return next(filter(None, (get_response_template(tokenizer, model) for model in models)), None)
+    return next(filter(None, (get_response_template(None, model) for model in models)), None)

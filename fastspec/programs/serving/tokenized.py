@@ -72,7 +72,7 @@ class TokenizedTexts:
         return found
 
     def _beginnings(self, text: str) -> list[tuple[int, bytes]]:
-        """Where a text may be divided, and the digest of what comes before."""
+        """Places where a text may be divided, each with the digest of the text before it."""
         digest, last, found = hashlib.blake2b(digest_size=16), 0, list[tuple[int, bytes]]()
         hangs = 0  # the end of a word, which is a token by what follows it
         for match in self.pattern.finditer(text):

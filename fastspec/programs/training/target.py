@@ -203,7 +203,7 @@ class KeptFeatures:
         return self.reader.teacher(features, batch.where, judged)
 
     def _recalled(self, texts: np.ndarray, width: int) -> list[Tensor]:
-        """What the shelf of texts has of them, on the target's device; padding is zeros."""
+        """Features of texts, and the rest of their shelf, on the target's device; padding is zeros."""
         shelf, count = self.shelves[self.place[texts[0]]], int(self.judged[texts].sum())
         found = [shelf.features.new_zeros((len(texts), width, shelf.features.shape[-1]), device=self.device)]
         found += [part.new_empty((count, *part.shape[1:]), device=self.device) for part in shelf[1:]]
