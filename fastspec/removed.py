@@ -8,7 +8,7 @@ from types import ModuleType
 
 BLOCK_HEADS = (
     "block heads (DFlash, DSpark, DFlash 2) left fastspec, which trained them and never decoded with them; "
-    "docs/maintainers/drafters.md has what they measured, and the repository's tag `laboratory` their code"
+    "docs/maintainers/drafters.md has what they measured, and the repository's commit `c0f133b` their code"
 )
 BLOCK_KINDS = ("dspark", "dflash", "dflash2")
 BLOCK_LOSSES = ("ce", "ce+l1", "kl+l1", "dpace")

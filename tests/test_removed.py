@@ -53,7 +53,7 @@ def test_only_what_left_is_called_removed() -> None:
 def test_settings_of_block_heads_say_where_they_went(tmp_path: Path, change: dict[str, Any]) -> None:
     (name,) = change
     with pytest.raises(
-        ValueError, match=rf"TrainConfig.{name}.*: block heads .*docs/maintainers/drafters.md .* tag `laboratory`"
+        ValueError, match=rf"TrainConfig.{name}.*: block heads .*docs/maintainers/drafters.md .* commit `c0f133b`"
     ):
         settings(tmp_path, **change)
 

@@ -1,7 +1,7 @@
 """Launches of attention: the kinds of launches, and the tables from which one is chosen by dtype, head size and
 queries.
 
-Measured on an H200 (tag `laboratory`: kernels_h200.jsonl and kernels_steps_h200.jsonl in benchmarks/results). What was
+Measured on an H200 (commit `c0f133b`: kernels_h200.jsonl and kernels_steps_h200.jsonl in benchmarks/results). What was
 tuned on a machine goes before these (`fastspec.kernels.tuned_launches`).
 """
 

@@ -2,7 +2,7 @@
 
 A row alone lets the kernel behind it start before it waits: a product asks for its weights meanwhile. On one H200, one
 row, that made a token of the 8B shape 0.6 % and of the 1.5B shape 1.8 % shorter; a round of 60 nodes 0.3 % longer and
-1.3 % shorter, so that more rows wait first (tag `laboratory`, benchmarks/results/full_size_steps_h200.jsonl).
+1.3 % shorter, so that more rows wait first (commit `c0f133b`, benchmarks/results/full_size_steps_h200.jsonl).
 
 x, residual, out, total [..., H] with rows a fixed distance apart, weight [H]; R rows in all. Of heads rows have D
 channels, and their gates lie in wider rows of a product.

@@ -1,6 +1,6 @@
 """Launches of products: the kinds of launches, and the tables from which one is chosen by the sizes of a product.
 
-Found on an H200 by the time of whole stacks of layers, in which kernels overlap (tag `laboratory`: linear_h200.jsonl,
+Found on an H200 by the time of whole stacks of layers, in which kernels overlap (commit `c0f133b`: linear_h200.jsonl,
 stack_h200.jsonl and stack_steps_h200.jsonl in benchmarks/results). What was tuned on a machine goes before these
 (`fastspec.kernels.tuned_launches`).
 """

@@ -281,7 +281,7 @@ PACKAGE, DISTRIBUTION = "fastspec_smollm2_heads", "fastspec-smollm2-heads"
 """Heads that have a name, and the package with a folder of each one's."""
 INSTALL = f"pip install ./packages/{DISTRIBUTION}"
 LEFT = {
-    "smollm2-135m-instruct-wide": "the tag `laboratory` of fastspec's repository keeps it: check out "
+    "smollm2-135m-instruct-wide": "the commit `c0f133b` of fastspec's repository keeps it: check out "
     "fastspec/heads/smollm2-135m-instruct-wide of it and give that path"
 }
 """Head that was removed -> how to get it."""

@@ -25,7 +25,7 @@ from fastspec.programs.cli.options import Backend, Device, Dtype, NamingCommand
 from fastspec.programs.heads import fitting_heads
 from fastspec.programs.terminal import counting, table
 
-LEFT = "is not there any more; the tag `laboratory` has the code"
+LEFT = "is not there any more; the commit `c0f133b` has the code"
 GONE = {
     "--agreement": f"{LEFT}. docs/guide/cascade.md has a script for --right FILE, by the last stage's answer",
     "--threshold": f"{LEFT}. It was --agreement's: see --right FILE",

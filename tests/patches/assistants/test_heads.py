@@ -95,7 +95,7 @@ def test_a_head_of_a_package_is_found_by_name_and_a_missing_package_is_named(tmp
 
 
 def test_a_head_that_was_removed_says_where_it_is():
-    with pytest.raises(CheckpointError, match="tag `laboratory`"):
+    with pytest.raises(CheckpointError, match="commit `c0f133b`"):
         find_head("smollm2-135m-instruct-wide")
 
 
