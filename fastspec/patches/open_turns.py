@@ -24,6 +24,7 @@ from fastspec.generation.capture import SPENT
 from fastspec.generation.drafters.base import Decoding, HostDrafter, check_rows
 from fastspec.generation.engine.call import Request
 from fastspec.generation.engine.engine import Engine
+from fastspec.generation.engine.gathering import Gathering
 from fastspec.generation.engine.handed import VerifyingRounds
 from fastspec.generation.engine.open_batch import OpenBatch, RowCounts
 from fastspec.generation.engine.own_rules import rules_of
@@ -95,6 +96,8 @@ class OpenTurns(ABC):
         self._resolved, self._narrows = resolved, narrows
         self.max_length = settings.max_length or min(LONGEST, position_limit(model.config) or LONGEST)
         self._together = TOGETHER if narrows else 1  # which would make roundings depend on the load
+        self._gathering = None if self.verifies or ranks is not None else Gathering(self._together)
+        """How long prompts wait for others; by clocks, which processes do not share."""
         self.stats = Stats(assistant=decoding.name, rows=rows)
         """Counts since the batch was opened."""
         self.turns = 0
@@ -197,7 +200,7 @@ class OpenTurns(ABC):
         engine.begin(root)
         first = partial(entry, plan, engine) if other is None else other.entry
         kind = VerifyingRounds if self.verifies else Rounds
-        return kind(engine, batch, rules_of(batch, engine), first, self.chunk, self._together)
+        return kind(engine, batch, rules_of(batch, engine), first, self.chunk, self._together, self._gathering)
 
     def _run(self) -> None:
         """The thread's work. What nothing else takes care of ends all prompts: none may wait for a thread that has

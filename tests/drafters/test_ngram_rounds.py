@@ -541,6 +541,32 @@ def test_drafts_that_failed_once_are_made_again_where_the_text_repeats_itself(de
     assert slowdown(drafter, host, (6,), 200) < 0.6
 
 
+@pytest.mark.parametrize(("parting", "drafts"), [(0.0, True), (0.2, True), (9.0, False)])
+def test_drafts_that_bring_less_than_rows_lose_that_part_are_not_made(dear, monkeypatch, parting, drafts):
+    """They are made again once rows may part."""
+    host = Host()
+    monkeypatch.setattr(policy, "time", host)
+    drafter = drafter_of(8, [*range(3, 11)] * 8)
+    drafter.timed, drafter.parting = True, parting
+    drafter.rule.worth = parting or -1.0  # as after rounds without drafts that promised as much, or drafts that lost
+    slowdown(drafter, host, (4, 6, 5), 1500)
+    assert (slowdown(drafter, host, (4, 6, 5), 300) < 0.6) == drafts
+    drafter.parting = 0.0
+    assert slowdown(drafter, host, (4, 6, 5), 300) < 0.7
+
+
+def test_what_drafts_would_bring_is_known_without_any(dear, monkeypatch):
+    host = Host()
+    monkeypatch.setattr(policy, "time", host)
+    found = []
+    for texts in ([3 + number % 8 for number in range(900)], [*range(20, 920)]):
+        drafter = drafter_of(8, [1, 2])
+        drafter.timed, drafter.parting = True, 99.0
+        assert not drafted(drafter, host, [texts] * 8)
+        found.append(drafter.rule.worth)
+    assert found[0] > 0.5 and found[1] < 0.02
+
+
 def drafted(drafter: NasdDrafter, host: Host, texts: Sequence[Sequence[int]]) -> list[int]:
     """Rounds before which a drafter would draft, where rows go through these texts in plain ones."""
     found, rests = [], 0

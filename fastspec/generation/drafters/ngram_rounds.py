@@ -47,6 +47,10 @@ MARGIN = 1.1
 """Tokens per cost that drafts have to promise, over those of a round without that has waited for a look-up."""
 
 
+WORTH, LATELY = 0.1, 1 / 256
+"""Target passes a round that drafts are taken to bring at first, and the weight of a further round."""
+
+
 class TimedDrafts:
     """Prices of rounds by their nodes, as measured, and what drafts may still lose.
 
@@ -73,6 +77,9 @@ class TimedDrafts:
         """Rounds since the last one with drafts."""
         self.hosted = False
         """True where the host had a part in choosing the last round's tokens, which takes longer."""
+        self.parting, self.worth, self.promised = 0.0, WORTH, 0.0
+        """Target passes a round that are lost where drafts let rows part, those that drafts bring beyond their own
+        cost, and those that they promise where there are none for that reason."""
         self.waits, self.made, self.timed = False, 0.0, False
         """True where the next round has waited for the host; the seconds that captures took before it; and whether a
         clock may decide."""
@@ -131,12 +138,18 @@ class TimedDrafts:
                 self.times.forget(size)
                 self.times.forget(~size)
         if kind == 1 and not waited:
+            self._learn(self.promised, rounds)
             self.left = min(SAVED, self.left + self.share * rounds)
             return
         cost, plain = self.wait if kind == 1 else self.price(kind), self.spent(1)
         if spent is not None and plain is not None and made == self.made:
             cost = min(max(0.0, spent / plain - 1), cost + SLACK)
         self.left = max(-OWED, min(SAVED, self.left + gained - cost))
+        self._learn(gained - cost)
+
+    def _learn(self, brought: float, rounds: int = 1) -> None:
+        """Take what drafts brought in a round, or would have in so many."""
+        self.worth += (1 - (1 - LATELY) ** rounds) * (brought - self.worth)
 
     def rests(self, going: Sequence[bool], timed: bool) -> int:
         """Rounds without drafts that come next, where rows go on or not; 0: there may be drafts. `timed` says whether a
@@ -145,12 +158,15 @@ class TimedDrafts:
         if timed and self.unseen <= 0:
             self.unseen = UNSEEN
             return SEEN
-        return 0 if self.left > 0 and self.pays(going) > 1 else RESTS
+        return 0 if self.left > 0 and max(0.0, self.worth) >= self.parting and self.pays(going) > 1 else RESTS
 
     def rests_on(self, going: Sequence[bool]) -> int:
         """Rounds without drafts behind the next one, which has none either."""
-        if self.left > 0 and self.pays(going, following=True) >= self.begins:
+        pays = self.pays(going, following=True) if self.left > 0 else 1.0
+        if pays >= self.begins and max(0.0, self.worth) >= self.parting:
+            self.promised = 0.0  # rounds with drafts follow, which are counted themselves
             return 0
+        self.promised = max(0.0, pays - 1)
         return max(1, min(LONGEST, UNHEARD * (sum(going) - 1))) if self.hosted else 1
 
     def pays(self, going: Sequence[bool], following: bool = False) -> float:

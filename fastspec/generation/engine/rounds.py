@@ -5,17 +5,19 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import ClassVar, Generic, TypeAlias
 
 import torch
 from torch import Tensor
 
 from fastspec.generation.capture import SPENT, padded_width, padded_widths
-from fastspec.generation.drafters.base import Drafter, MixingDrafter
+from fastspec.generation.drafters.base import Drafter, HostDrafter, MixingDrafter
 from fastspec.generation.drafters.given_text import Transcript
 from fastspec.generation.engine.batching import Batch
 from fastspec.generation.engine.call import Entry, Outcome, Prefix, Request
 from fastspec.generation.engine.engine import Engine, TargetT
+from fastspec.generation.engine.gathering import Gathering
 from fastspec.generation.engine.prefix_cache import PrefixBatch
 from fastspec.generation.engine.verifier import Verifier, verifier_of
 from fastspec.generation.stats import Stats, timed
@@ -108,7 +110,7 @@ class Rounds(Generic[TargetT]):
     go on; None: any number, of a call that nobody hears of before its end.
 
     Where passes are captured, up to `together` short prompts are read in one, since each pass takes the host some time,
-    however short.
+    however short. Where others hear of their answers meanwhile, `gathering` says how long prompts wait for that.
     """
 
     frees_early: ClassVar[bool] = True
@@ -122,6 +124,7 @@ class Rounds(Generic[TargetT]):
         entry: Entry | None,
         chunk: int | None = None,
         together: int = TOGETHER,
+        gathering: Gathering | None = None,
     ) -> None:
         self.engine, self.batch, self.verifier, self.entry, self.chunk = engine, batch, verifier, entry, chunk
         drafter = engine.drafter
@@ -131,6 +134,7 @@ class Rounds(Generic[TargetT]):
             1 if chunk is not None else min(self.together, max(1, len(engine.state.running) // ROWS_FOR_ONE))
         )
         """Rows that are free before prompts join, where so many wait and others go on."""
+        self.gathering = None if chunk is None or self.together == 1 else gathering
         self.joining: Joining | None = None
         """The prompt of which a part was read."""
 
@@ -147,13 +151,33 @@ class Rounds(Generic[TargetT]):
             engine.state.activate(batch.running, batch.padded)
             engine.drafts = batch.drafting
             engine.takes = batch.takes_drafts
+            waiting = self.gathering is not None and bool(batch.free())
             take(engine.step(max(batch.lengths), batch.stats, self.verifier, asynchronous), engine, batch)
+            if self.gathering is not None:
+                self._count(self.gathering, waiting)
+
+    def _count(self, gathering: Gathering, waiting: bool) -> None:
+        """Let what decides on waits, and a drafter on the host, know of a turn that has ended."""
+        engine, batch = self.engine, self.batch
+        for prompt, was in zip(batch.places, engine.state.running, strict=True):
+            if was and not batch.active[prompt]:
+                gathering.end(len(batch.out.tokens[prompt]))
+        if gathering.joined and isinstance(engine.drafter, HostDrafter):
+            engine.drafter.parting = gathering.parting(sum(batch.running))
+        gathering.ran(waiting, engine.last.tree.tokens.shape[1] > 1)
 
     def _lets_in(self) -> bool:
         """True where prompts that wait take rows now."""
-        free = len(self.batch.free())
+        free, gathering = len(self.batch.free()), self.gathering
+        if gathering is not None and free and self.batch.reads_together:
+            going = sum(self.batch.running)
+            return not (going and self._groups(max(self.batch.ahead(free))) and gathering.waits(free, going))
         gathered = self.gathered if self.batch.reads_together else 1
         return free > 0 and (free >= len(self.batch.ahead(gathered)) or not any(self.batch.running))
+
+    def _groups(self, length: int) -> bool:
+        """True where one pass may read a prompt of so many tokens and another such one."""
+        return 2 * padded_width(length) <= min(TOGETHER_TOKENS, self.chunk or TOGETHER_TOKENS)
 
     def _admit(self) -> None:
         """Read prompts that wait, as far as this turn goes, and give those that were read whole their rows."""
@@ -196,7 +220,14 @@ class Rounds(Generic[TargetT]):
             return self._read_alone((row, *batch.next(row)), room, prefix=prefix)
         rows = batch.free()[: self._gather(room)]
         taken = [(row, *batch.next(row)) for row in rows]
-        return self._read_alone(taken[0], room) if len(taken) == 1 else self._read_together(taken)
+        longest, gathering = max(ids.shape[1] for *_, ids in taken), self.gathering
+        block = (
+            nullcontext()
+            if gathering is None or not self._groups(longest)
+            else (gathering.reading(len(taken), len(taken) * padded_width(longest)))
+        )
+        with block:
+            return self._read_alone(taken[0], room) if len(taken) == 1 else self._read_together(taken)
 
     def _gather(self, room: int | None) -> int:
         """Let the prompts that the next pass reads come first -> their number, a power of two, since each has its

@@ -1,0 +1,153 @@
+"""Prompts of an open batch that wait for others, by a clock of the test's own."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from helpers.captured import stand_in
+from helpers.open import GREEDY, alone, made, texts, told
+
+import fastspec
+from fastspec.generation.engine import gathering
+from fastspec.generation.engine.gathering import LONGEST, MARGIN, Gathering
+from fastspec.generation.engine.rounds import Rounds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only the test moves, in milliseconds."""
+    clock = SimpleNamespace(ms=0.0, perf_counter=lambda: clock.ms / 1e3)
+    monkeypatch.setattr(gathering, "time", clock)
+    return clock
+
+
+def known(clock: Any, *, every: int, one: float = 4.0, two: float = 4.2, rounds: int = 2000) -> Gathering:
+    """What is known after rounds of 3 ms, before every so many of which a pass reads one prompt, or now and then two;
+    all answers have 100 tokens."""
+    found = Gathering(8)
+    for number in range(rounds):
+        if number % every == 0:
+            count = 1 + (number // every % 4 == 0)
+            with found.reading(count, 128 * count):
+                clock.ms += one if count == 1 else two
+            found.end(100)
+        clock.ms += 3.0
+        found.ran(False, False)
+    return found
+
+
+def test_prompts_wait_where_many_rows_go_on_and_others_come_soon(clock):
+    found = known(clock, every=4)
+    assert found.saved == pytest.approx(3.8)
+    assert found.waits(1, 31) and not found.waits(1, 1) and not found.waits(8, 31)
+    assert not known(clock, every=100).waits(1, 31)
+    assert not known(clock, every=4, two=8.0).waits(1, 31), "two passes take no longer than one of two prompts"
+    assert not Gathering(8).waits(1, 31)
+
+
+def test_the_group_is_the_one_that_costs_all_rows_least(clock):
+    found = known(clock, every=4)
+    least = (2 * found.rate * 31 * found.saved / 3.0 / MARGIN) ** 0.5
+    assert [found.waits(ready, 31) for ready in range(1, 9)] == [ready < least for ready in range(1, 9)]
+
+
+def test_a_prompt_waits_a_few_rounds_at_most(clock):
+    found, waited = known(clock, every=4), 0
+    while found.waits(1, 31):
+        clock.ms += 3.0
+        found.ran(True, False)
+        waited += 1
+    assert waited == LONGEST
+
+
+def test_what_captures_take_and_where_none_was_timed(clock, monkeypatch):
+    found = Gathering(8)
+    for _ in range(5):
+        with found.reading(1, 128):
+            clock.ms += 4.0
+        found.ran(False, False)
+    assert found.saved == pytest.approx(2.0) and not found.rounds
+    with found.reading(1, 128):
+        clock.ms += 900.0
+        monkeypatch.setattr(gathering.SPENT, "captures", gathering.SPENT.captures + 0.9)
+    assert max(found.passes) == (128, pytest.approx(4.0))
+
+
+def test_rows_that_part_cost_where_answers_are_alike(clock):
+    """Not where these are of many lengths, nor where all prompts have joined in one pass."""
+    found = known(clock, every=4)
+    assert found.parting(32) == pytest.approx(found.rate * (1 / 2 - 1 / 8) * 31 / 32 * 3.8 / 3, rel=0.02)
+    assert found.parting(1) == 0.0
+    for number in range(100):
+        found.end(10 * number)
+    assert found.parting(32) < 1e-3
+    found.alike, found.group = 1.0, 8.0
+    assert found.parting(32) == 0.0
+
+
+@pytest.mark.parametrize("assistant", ["autoregressive", "nasd"])
+def test_prompts_that_wait_say_what_they_would(monkeypatch, assistant):
+    """They wait for one more while any row goes on, no longer than they may; rows go on meanwhile."""
+    stand_in(monkeypatch)
+    waits: list[tuple[int, int, bool]] = []
+    counts: list[int] = []
+
+    def waiting(self: Gathering, ready: int, going: int) -> bool:
+        found = ready < 2 and self.waited < LONGEST
+        waits.append((ready, self.waited, found))
+        return found
+
+    read = Gathering.reading
+    monkeypatch.setattr(Gathering, "waits", waiting)
+    monkeypatch.setattr(
+        Gathering, "reading", lambda self, count, tokens: (counts.append(count), read(self, count, tokens))[1]
+    )
+    plain, model = made()
+    ids = texts(*(5 + place % 7 for place in range(24)))
+    with fastspec.continuous(model, assistant, rows=4, max_length=80) as batch:
+        with batch._changed:
+            futures = [batch.submit(each, max_new_tokens=9 + 5 * (at % 3), **GREEDY) for at, each in enumerate(ids)]
+        assert told(futures) == [alone(plain, each, 9 + 5 * (at % 3)) for at, each in enumerate(ids)]
+    assert any(found for *_, found in waits) and max(waited for _, waited, _ in waits) <= LONGEST + 1
+    assert sum(counts) == len(ids) and 2 in counts
+
+
+@pytest.mark.parametrize("why", ["alone", "long", "whole", "cascade"])
+def test_prompts_that_no_pass_reads_together_do_not_wait(monkeypatch, why):
+    if why != "alone":
+        stand_in(monkeypatch)
+    asked: list[int] = []
+    monkeypatch.setattr(Gathering, "waits", lambda self, ready, going: bool(asked.append(ready)))
+    if why == "cascade":
+        monkeypatch.setattr(fastspec.patches.open_turns.OpenTurns, "verifies", True)
+    plain, model = made()
+    ids = texts(*[70 if why == "long" else 9] * 6)
+    chunk = None if why == "whole" else 100
+    with fastspec.continuous(model, "autoregressive", rows=2, max_length=200, prefill_chunk=chunk) as batch:
+        futures = [batch.submit(each, max_new_tokens=4 + at, **GREEDY) for at, each in enumerate(ids)]
+        assert told(futures) == [alone(plain, each, 4 + at) for at, each in enumerate(ids)]
+    assert not asked
+
+
+def test_a_turn_tells_what_ended_and_what_parting_costs(monkeypatch):
+    stand_in(monkeypatch)
+    ended: list[int] = []
+    end = Gathering.end
+    monkeypatch.setattr(Gathering, "end", lambda self, length: (ended.append(length), end(self, length))[1])
+    monkeypatch.setattr(Gathering, "parting", lambda self, held: 0.25 * held)
+    ran = list[float]()
+    count = Rounds._count
+
+    def counted(self: Any, *given: Any) -> None:
+        count(self, *given)
+        ran.append(self.engine.drafter.parting)
+
+    monkeypatch.setattr(Rounds, "_count", counted)
+    _, model = made()
+    with fastspec.continuous(model, "nasd", rows=2, max_length=80) as batch:
+        with batch._changed:
+            futures = [batch.submit(each, max_new_tokens=20, **GREEDY) for each in texts(9, 9, 9, 9)]
+        told(futures)
+    assert ended == [20] * 4 and set(ran) <= {0.0, 0.25, 0.5} and 0.5 in ran
