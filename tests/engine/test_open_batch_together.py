@@ -17,6 +17,9 @@ from helpers.models import tiny_model
 from helpers.open import GREEDY, NEVER, alone, made, texts, told
 
 import fastspec
+from fastspec.generation.drafters.head_drafter import HeadDrafter
+from fastspec.generation.engine import rounds
+from fastspec.generation.engine.engine import Engine
 from fastspec.generation.engine.rounds import Rounds
 
 ASSISTANTS = ["autoregressive", TREE, "eagle2", "eagle", "nasd"]
@@ -67,6 +70,27 @@ def test_prompts_that_come_together_say_what_each_says_alone(device, groups, ass
         assert told(later) == want * 2 and told([first])[0][: len(want[0])] == want[0]
         assert batch.stats.joined == 5 * len(ids) + 1
     assert 8 in groups
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_first_tokens_go_to_the_host_before_the_drafter_reads_and_rows_are_copied(monkeypatch, device, count):
+    """So that who waits for them does not wait for these."""
+    _, model = (each.to(device) for each in made())
+    order: list[str] = []
+
+    def noting(owner, name, told):
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given: order.append(told) or function(*given))
+
+    with fastspec.continuous(model, TREE, rows=count, max_length=80) as batch:
+        noting(rounds, "HostCopy", "copy")
+        noting(HeadDrafter, "begin", "draft")
+        noting(Engine, "admit", "row")
+        noting(Rounds, "_seat", "read")
+        with batch._changed:
+            futures = [batch.submit(each, **GREEDY, max_new_tokens=1) for each in texts(*[9] * count)]
+        told(futures)
+    assert order == ["copy", "draft", *["row"] * count, *["read"] * count]
 
 
 def test_a_batch_that_does_not_narrow_reads_prompts_alone(device, groups):
