@@ -20,7 +20,7 @@ import fastspec
 from fastspec.generation.drafters.head_drafter import HeadDrafter
 from fastspec.generation.engine import rounds
 from fastspec.generation.engine.engine import Engine
-from fastspec.generation.engine.rounds import Rounds
+from fastspec.generation.engine.rounds import Joining, Rounds
 
 ASSISTANTS = ["autoregressive", TREE, "eagle2", "eagle", "nasd"]
 COUNTS = (9, 3, 14, 5, 40, 2, 11, 6)
@@ -91,6 +91,24 @@ def test_first_tokens_go_to_the_host_before_the_drafter_reads_and_rows_are_copie
             futures = [batch.submit(each, **GREEDY, max_new_tokens=1) for each in texts(*[9] * count)]
         told(futures)
     assert order == ["copy", "draft", *["row"] * count, *["read"] * count]
+
+
+@pytest.mark.parametrize(("length", "waits"), [(80, 0), (3000, 1)], ids=["whole", "growing"])
+def test_a_prompt_is_read_at_once_where_buffers_need_not_grow(monkeypatch, device, length, waits):
+    """Behind a prefix whose copy is on its way, say: without a look at how many tokens there are."""
+    _, model = (each.to(device) for each in made())
+    read, to_int, looks = Joining.read, torch.Tensor.__int__, list[int]()
+
+    def noting(self: Joining, most: int) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.Tensor, "__int__", lambda tensor: looks.append(1) or to_int(tensor))
+            read(self, most)
+
+    with fastspec.continuous(model, rows=1, max_length=length) as batch:
+        told([batch.submit(texts(9)[0], **GREEDY, max_new_tokens=1)])
+        monkeypatch.setattr(Joining, "read", noting)
+        told([batch.submit(texts(9)[0], **GREEDY, max_new_tokens=1)])
+    assert len(looks) == waits
 
 
 def test_a_batch_that_does_not_narrow_reads_prompts_alone(device, groups):
