@@ -173,9 +173,9 @@ class Answer:
 
 
 async def ask(client: AsyncOpenAI, model: str, messages: list[Row], count: int, way: str) -> Answer:
-    """The next answer of a chat, as its way has it."""
-    answer = Answer(time.perf_counter())
-    asked: dict[str, Any] = {"model": model, "messages": messages, "max_tokens": count, "temperature": 0}
+    """The next answer of a chat, as its way has it. The package would look through `messages`: 19 take it 4 ms."""
+    answer, body = Answer(time.perf_counter()), {"messages": messages}
+    asked: dict[str, Any] = {"model": model, "max_tokens": count, "temperature": 0, "messages": [], "extra_body": body}
     if way == "schema":
         asked["response_format"] = FORMAT
     if way in WHOLE:

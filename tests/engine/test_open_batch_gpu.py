@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.devices import ON_CUDA
 from helpers.generate import MAKERS, NEVER, TREE
 from helpers.open import GREEDY, texts, told
@@ -16,6 +17,7 @@ from helpers.training import small_target, small_tokenizer
 
 import fastspec
 from fastspec.generation.engine.engine import Engine
+from fastspec.patches.call.processors import RoundStreamer, StreamedRound
 from fastspec.programs.bulk import Done, answer_file, encode, settings_of
 
 pytestmark = ON_CUDA
@@ -134,3 +136,24 @@ def test_a_file_of_prompts(tmp_path: Path):
         ids = encode(tokenizer, prompt, DEVICE)["input_ids"]
         new = model.generate(ids, max_new_tokens=9, do_sample=False)[0, ids.shape[1] :]
         assert row["text"] == tokenizer.decode(new, skip_special_tokens=True)
+
+
+def test_a_first_token_does_not_wait_for_its_row(monkeypatch):
+    """It comes while the device still works on that."""
+    _, model = made("bigram")
+    admit, over, seen = Engine.admit, torch.cuda.Event(), list[bool]()
+
+    class Seen(RoundStreamer):
+        def put_round(self, round: StreamedRound) -> None:
+            seen.append(over.query())
+
+    def slowly(*given: Any) -> None:
+        admit(*given)
+        torch.cuda._sleep(10**9)
+        over.record()
+
+    with fastspec.continuous(model, TREE, rows=1, max_length=128) as batch:
+        told([batch.submit(texts(9)[0], **GREEDY, max_new_tokens=12)])
+        monkeypatch.setattr(Engine, "admit", slowly)
+        told([batch.submit(texts(9)[0], streamer=Seen(), **GREEDY, max_new_tokens=12)])
+    assert seen[0] is False and seen[-1] is True

@@ -17,7 +17,10 @@ from helpers.models import tiny_model
 from helpers.open import GREEDY, NEVER, alone, made, texts, told
 
 import fastspec
-from fastspec.generation.engine.rounds import Rounds
+from fastspec.generation.drafters.head_drafter import HeadDrafter
+from fastspec.generation.engine import rounds
+from fastspec.generation.engine.engine import Engine
+from fastspec.generation.engine.rounds import Joining, Rounds
 
 ASSISTANTS = ["autoregressive", TREE, "eagle2", "eagle", "nasd"]
 COUNTS = (9, 3, 14, 5, 40, 2, 11, 6)
@@ -67,6 +70,45 @@ def test_prompts_that_come_together_say_what_each_says_alone(device, groups, ass
         assert told(later) == want * 2 and told([first])[0][: len(want[0])] == want[0]
         assert batch.stats.joined == 5 * len(ids) + 1
     assert 8 in groups
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_first_tokens_go_to_the_host_before_the_drafter_reads_and_rows_are_copied(monkeypatch, device, count):
+    """So that who waits for them does not wait for these."""
+    _, model = (each.to(device) for each in made())
+    order: list[str] = []
+
+    def noting(owner, name, told):
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given: order.append(told) or function(*given))
+
+    with fastspec.continuous(model, TREE, rows=count, max_length=80) as batch:
+        noting(rounds, "HostCopy", "copy")
+        noting(HeadDrafter, "begin", "draft")
+        noting(Engine, "admit", "row")
+        noting(Rounds, "_seat", "read")
+        with batch._changed:
+            futures = [batch.submit(each, **GREEDY, max_new_tokens=1) for each in texts(*[9] * count)]
+        told(futures)
+    assert order == ["copy", "draft", *["row"] * count, *["read"] * count]
+
+
+@pytest.mark.parametrize(("length", "waits"), [(80, 0), (3000, 1)], ids=["whole", "growing"])
+def test_a_prompt_is_read_at_once_where_buffers_need_not_grow(monkeypatch, device, length, waits):
+    """Behind a prefix whose copy is on its way, say: without a look at how many tokens there are."""
+    _, model = (each.to(device) for each in made())
+    read, to_int, looks = Joining.read, torch.Tensor.__int__, list[int]()
+
+    def noting(self: Joining, most: int) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.Tensor, "__int__", lambda tensor: looks.append(1) or to_int(tensor))
+            read(self, most)
+
+    with fastspec.continuous(model, rows=1, max_length=length) as batch:
+        told([batch.submit(texts(9)[0], **GREEDY, max_new_tokens=1)])
+        monkeypatch.setattr(Joining, "read", noting)
+        told([batch.submit(texts(9)[0], **GREEDY, max_new_tokens=1)])
+    assert len(looks) == waits
 
 
 def test_a_batch_that_does_not_narrow_reads_prompts_alone(device, groups):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("openai")
+openai = pytest.importorskip("openai")
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 SERVER = """
 import json, os, sys, time
@@ -183,6 +183,21 @@ def test_a_chat_goes_on_from_what_was_answered(serving, monkeypatch):
     answers, _ = serving.asyncio.run(serving.load("http://127.0.0.1:1/v1", "m", turns, 1, 5, "turns"))
     assert [answer.text for answer in answers] == [f"answer to {turn}" for turn in turns]
     assert asked[1] == ["turn 0", "answer to turn 0", "turn 1"] and asked[10] == ["turn 10"] and len(asked[19]) == 19
+
+
+def test_the_package_looks_through_no_messages(serving, monkeypatch):
+    """What it does before it sends them would count as the server's time, and grow with a chat."""
+    looked = []
+    transform = openai.resources.chat.completions.completions.async_maybe_transform
+
+    def noting(data, kind):
+        looked.append(data["messages"])
+        return transform(data, kind)
+
+    monkeypatch.setattr(openai.resources.chat.completions.completions, "async_maybe_transform", noting)
+    with pytest.raises(openai.APIConnectionError):
+        serving.asyncio.run(serving.load("http://127.0.0.1:1/v1", "m", ["a"], 1, 5))
+    assert looked == [[]]
 
 
 def test_texts_of_chats_have_words_before_each_turn(serving, files):

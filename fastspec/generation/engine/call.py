@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -129,6 +129,25 @@ class Outcome:
     measures: list[Tensor] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
+
+
+class HostCopy:
+    """Copy of a tensor on its way to the host, into `host` where that is given. Who reads it does not wait for what is
+    launched later."""
+
+    def __init__(self, source: Tensor, host: Tensor | None = None) -> None:
+        on_cuda = source.is_cuda
+        self.host = torch.empty_like(source, device="cpu", pin_memory=on_cuda) if host is None else host
+        self.host.copy_(source, non_blocking=on_cuda)
+        self.landed = torch.cuda.Event() if on_cuda else None
+        if self.landed is not None:
+            self.landed.record(torch.cuda.current_stream(source.device))
+
+    def tolist(self) -> Any:
+        """Its values, once they are there."""
+        if self.landed is not None:
+            self.landed.synchronize()
+        return self.host.tolist()
 
 
 class RoundState:

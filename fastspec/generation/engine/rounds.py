@@ -15,7 +15,7 @@ from fastspec.generation.capture import SPENT, padded_width, padded_widths
 from fastspec.generation.drafters.base import Drafter, HostDrafter, MixingDrafter
 from fastspec.generation.drafters.given_text import Transcript
 from fastspec.generation.engine.batching import Batch
-from fastspec.generation.engine.call import Entry, Outcome, Prefix, Request
+from fastspec.generation.engine.call import Entry, HostCopy, Outcome, Prefix, Request
 from fastspec.generation.engine.engine import Engine, TargetT
 from fastspec.generation.engine.gathering import Gathering
 from fastspec.generation.engine.prefix_cache import PrefixBatch
@@ -66,6 +66,8 @@ class Joining:
         """Tokens that were read, and the first one that the drafter has not."""
         self.features: list[Tensor] = []
         self.logits: Tensor
+        self.first: HostCopy
+        """Its first new token, which waits neither for the drafter nor for the row."""
 
     @property
     def left(self) -> int:
@@ -92,6 +94,7 @@ class Joining:
         scores [1, V]: `first`, where they are known."""
         text = self.ids, self.ids.new_full((1,), self.done)
         root, scores = first or verifier.joined(self.logits, text, self.prompt, self.drafter)
+        self.first = HostCopy(root)
         if self.drafter is not None:
             features = self.features[0] if len(self.features) == 1 else torch.cat(self.features, 1)
             if features.shape[1] < self.done - self.drafts_from:  # of a drafter that reads no features
@@ -288,7 +291,8 @@ class Rounds(Generic[TargetT]):
         root, scores = joining.begin(self.verifier, first)
         self.batch.give_away(joining.row)
         self.engine.admit(joining.row, joining.target, joining.drafter, root, joining.done)
-        self._seat(joining.row, joining.prompt, joining.done, root.tolist(), scores, joining.logits, joining.prefix)
+        token = joining.first.tolist()
+        self._seat(joining.row, joining.prompt, joining.done, token, scores, joining.logits, joining.prefix)
         return 0
 
     def _read_together(self, taken: Sequence[Waiting]) -> int:
@@ -309,6 +313,7 @@ class Rounds(Generic[TargetT]):
             self._first(each, logits[place : place + 1], counts[place : place + 1]) for place, each in enumerate(taken)
         ]
         roots = torch.cat([counts.new_zeros(1) if first is None else first[0] for first in firsts])
+        told = HostCopy(roots)
         if drafter is not None:
             try:
                 drafter.begin(ids, counts, features, roots.clamp(min=0))
@@ -325,7 +330,7 @@ class Rounds(Generic[TargetT]):
                 seats.append((place, row, prompt, own.shape[1], first[1]))
             except Exception as error:
                 self.batch.refuse(prompt, error)
-        tokens = roots.tolist()  # waits for the device, which has all of the rows by now
+        tokens = told.tolist()
         for place, row, prompt, count, scores in seats:
             try:
                 self._seat(row, prompt, count, tokens[place : place + 1], scores, logits[place : place + 1])

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fastspec.generation.capture import Captured, CapturedByShape
 from fastspec.generation.drafters.base import Place
+from fastspec.generation.engine.call import HostCopy
 from fastspec.generation.engine.round_program import Marked, Round, RoundProgram, Scored, Verify, rounded
 from fastspec.generation.engine.verifier import FedVerifier, Verifier
 from fastspec.generation.stats import Stats, timed
@@ -78,16 +79,13 @@ class Schedule(ABC):
 
 @dataclass(frozen=True, slots=True)
 class InFlightRound:
-    """A launched round. Its host copies are valid after the event `landed`; None means at once."""
+    """A launched round, of which the host reads a copy: the next replay, which writes over it, follows that."""
 
     done: Round
-    emitted: Tensor
-    landed: torch.cuda.Event | None
+    emitted: HostCopy
 
     def wait(self) -> Emitted:
         """Its result, when it has ended."""
-        if self.landed is not None:
-            self.landed.synchronize()
         emitted: Emitted = self.emitted.tolist()
         return emitted
 
@@ -155,7 +153,7 @@ class WholeGraph(Schedule):
         if not self.spare:
             self.spare = [torch.empty_like(emitted, device="cpu", pin_memory=emitted.is_cuda) for _ in range(2)]
         self.spare.append(self.spare.pop(0))
-        return _landing(done, self.spare[-1])
+        return InFlightRound(done, HostCopy(emitted, self.spare[-1]))
 
     @property
     def in_flight(self) -> bool:
@@ -237,7 +235,7 @@ class FedGraph(Halves):
             emitted = done.emitted
             if self.host is None:
                 self.host = torch.empty_like(emitted, device="cpu", pin_memory=emitted.is_cuda)
-            this = _landing(done, self.host)
+            this = InFlightRound(done, HostCopy(emitted, self.host))
             self.begun = self.program.key, self.scores(stats)
             self.program.meanwhile()
             return done, this.wait()
@@ -336,16 +334,6 @@ class GraphFromScore(Schedule):
             emitted: Emitted = done.emitted.tolist()
         with timed(stats, "observe"):
             return done, program.observe_read(done, emitted, extent)
-
-
-def _landing(done: Round, host: Tensor) -> InFlightRound:
-    """A launched round, of which the host reads a copy: the next replay, which writes over it, follows that."""
-    emitted = done.emitted
-    host.copy_(emitted, non_blocking=True)
-    landed = torch.cuda.Event() if emitted.is_cuda else None
-    if landed is not None:
-        landed.record()
-    return InFlightRound(done, host, landed)
 
 
 def _is_ready(graph: Captured[Marked[Value]], program: RoundProgram, longest: int) -> bool:

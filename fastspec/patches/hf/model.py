@@ -211,7 +211,8 @@ class HFModel(Target):
         last: Tensor | None = None
         features = []
         start = self.state.lengths.clone()
-        done = int(start.max())
+        whole = self.chunks is not None and self.fits(self.state.limit)
+        done = 0 if whole else int(start.max())  # the host would wait for what the device does before
         parts = list(prompt_parts(ids.shape[1], self.widest))
         many = len(parts) > 1
         self.reserve(done + ids.shape[1])  # at once: passes that were captured in smaller buffers are captured anew
