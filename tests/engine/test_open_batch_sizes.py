@@ -71,6 +71,18 @@ def test_no_size_is_captured_after_a_warm_up(device: str, rounds: int, monkeypat
     assert sum(drafted) > 1.5 * len(drafted)
 
 
+def test_a_rest_of_any_length_is_read_by_a_graph(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran, model = what_no_graph_served(monkeypatch), made("random")[1].to(device)
+    with fastspec.continuous(model, AUTO, rows=2, max_length=200) as batch:
+        batch.warmup(length=100)
+        engine = batch._widths.made[2].engine
+        assert engine.resting is not None and engine.resting.backlog == 128
+        ran.clear()
+        for count in (1, 33, 65, 97, 128):
+            engine.resting.hand_over(count)
+        assert not ran
+
+
 @pytest.mark.slow  # rows held to grammars, and sizes, find their graphs in tests of their own
 def test_rows_held_to_grammars_find_every_size_captured(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("llguidance")
@@ -87,7 +99,7 @@ def test_rows_held_to_grammars_find_every_size_captured(device: str, monkeypatch
             found = told([batch.submit(each, **options, max_new_tokens=24) for each in ids])
             assert found == [alone(plain, each.to(device), 24, **options) for each in ids]
         assert not ran
-    assert {size for size, _ in taken} == {0, 1, 2, 3, 4}
+    assert {size for size, _ in taken} >= {0, 1, 2, 3, 4}
 
 
 def test_a_warm_up_measures_every_size(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

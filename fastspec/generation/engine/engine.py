@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from fastspec.generation.capture import NARROWEST, SPENT
+from fastspec.generation.capture import SPENT, padded_width, padded_widths
 from fastspec.generation.constraint import Masks
 from fastspec.generation.drafters.base import Drafter, HostDrafter, MixingDrafter, Place, RootsOnly
 from fastspec.generation.drafters.given_text import GivenText
@@ -269,13 +269,9 @@ class Engine(Generic[TargetT]):
             return
         self.drain()
         self.settle()
-        width = NARROWEST
-        while True:
+        for width in padded_widths(padded_width(self.resting.backlog)):
             for _ in range(2):  # the first run compiles
                 self.resting.hand_over(min(width, self.resting.backlog))
-            if width >= self.resting.backlog:
-                return
-            width *= 2
 
     def _of_size(self, sizes: TreeSizes, size: int) -> RoundProgram:
         """The rounds of a size, 0 without drafts."""
