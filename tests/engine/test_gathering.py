@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from helpers.captured import stand_in
 from helpers.open import GREEDY, alone, made, texts, told
 
@@ -34,7 +36,7 @@ def known(clock: Any, *, every: int, one: float = 4.0, two: float = 4.2, rounds:
                 clock.ms += one if count == 1 else two
             found.end(100)
         clock.ms += 3.0
-        found.ran(False, False)
+        found.ran(False, False, number % every > 0)
     return found
 
 
@@ -57,7 +59,7 @@ def test_a_prompt_waits_a_few_rounds_at_most(clock):
     found, waited = known(clock, every=4), 0
     while found.waits(1, 31):
         clock.ms += 3.0
-        found.ran(True, False)
+        found.ran(True, False, True)
         waited += 1
     assert waited == LONGEST
 
@@ -67,7 +69,7 @@ def test_what_captures_take_and_where_none_was_timed(clock, monkeypatch):
     for _ in range(5):
         with found.reading(1, 128):
             clock.ms += 4.0
-        found.ran(False, False)
+        found.ran(False, False, False)
     assert found.saved == pytest.approx(2.0) and not found.rounds
     with found.reading(1, 128):
         clock.ms += 900.0
@@ -85,6 +87,19 @@ def test_rows_that_part_cost_where_answers_are_alike(clock):
     assert found.parting(32) < 1e-3
     found.alike, found.group = 1.0, 8.0
     assert found.parting(32) == 0.0
+
+
+def test_a_clock_that_stands_still_costs_no_answer(monkeypatch, clock):
+    """It says that rounds take no time: prompts wait no longer than they may, and drafts pay nothing for rows that
+    part."""
+    stand_in(monkeypatch)
+    plain, model = made()
+    ids = texts(*[9] * 12)
+    with fastspec.continuous(model, "nasd", rows=4, max_length=80) as batch:
+        futures = [batch.submit(each, max_new_tokens=9 + at % 3, **GREEDY) for at, each in enumerate(ids)]
+        assert told(futures) == [alone(plain, each, 9 + at % 3) for at, each in enumerate(ids)]
+        found = batch._gathering
+    assert found is not None and {*found.rounds} == {0.0} and found.parting(4) == 0.0
 
 
 @pytest.mark.parametrize("assistant", ["autoregressive", "nasd"])
@@ -151,3 +166,78 @@ def test_a_turn_tells_what_ended_and_what_parting_costs(monkeypatch):
             futures = [batch.submit(each, max_new_tokens=20, **GREEDY) for each in texts(9, 9, 9, 9)]
         told(futures)
     assert ended == [20] * 4 and set(ran) <= {0.0, 0.25, 0.5} and 0.5 in ran
+
+
+def test_what_parting_costs_is_told_when_rows_end_too(monkeypatch):
+    """Drafts of those that go on would pay for rows that have gone."""
+    stand_in(monkeypatch)
+    monkeypatch.setattr(Gathering, "parting", lambda self, held: 0.25 * held)
+    told_of = list[tuple[int, float]]()
+    count = Rounds._count
+
+    def counted(self: Any, *given: Any) -> None:
+        count(self, *given)
+        told_of.append((sum(self.batch.running), self.engine.drafter.parting))
+
+    monkeypatch.setattr(Rounds, "_count", counted)
+    _, model = made()
+    with fastspec.continuous(model, "nasd", rows=2, max_length=80) as batch:
+        with batch._changed:
+            futures = [batch.submit(each, max_new_tokens=20 * at, **GREEDY) for at, each in enumerate(texts(9, 9), 1)]
+        told(futures)
+    assert {going for going, _ in told_of} == {0, 1, 2} and all(cost == 0.25 * going for going, cost in told_of)
+
+
+def test_the_time_of_a_round_is_that_of_turns_with_nothing_else(monkeypatch):
+    """Neither of those that read a prompt, of any length, nor of one whose round was launched before the batch
+    was idle."""
+    stand_in(monkeypatch)
+    turns = list[tuple[bool, bool]]()
+    ran, read = Gathering.ran, Rounds._read
+    reads = list[int]()
+    monkeypatch.setattr(Rounds, "_read", lambda self, room: (reads.append(1), read(self, room))[1])
+
+    def noting(self: Gathering, waiting: bool, drafted: bool, alone: bool) -> None:
+        turns.append((bool(reads), alone))
+        reads.clear()
+        ran(self, waiting, drafted, alone)
+
+    monkeypatch.setattr(Gathering, "ran", noting)
+    plain, model = made()
+    ids = texts(9, 70, 150)
+    says = alone(plain, ids[0], 12)[9:]
+    with fastspec.continuous(model, "autoregressive", rows=1, max_length=200, prefill_chunk=100) as batch:
+        told([batch.submit(each, max_new_tokens=12, **GREEDY) for each in ids])
+        last = next(at for at in range(6, 12) if says[at] not in says[:at])
+        told([batch.submit(ids[0], max_new_tokens=12, do_sample=False, eos_token_id=says[last])])
+        assert batch._widths.current.engine.in_flight, "the end was foreseen"
+        told([batch.submit(ids[0], max_new_tokens=4, **GREEDY)])
+    assert sum(was for was, _ in turns) >= 4 and not any(alone for was, alone in turns if was)
+    assert [alone for _, alone in turns[-4:]] == [False, False, True, True]
+
+
+def test_a_prompt_that_goes_on_behind_a_rows_text_does_not_wait(monkeypatch):
+    """It is read alone in any case."""
+    stand_in(monkeypatch)
+    monkeypatch.setattr(Gathering, "waits", lambda self, ready, going: self.waited < LONGEST)
+    waited, read = list[tuple[bool, int]](), Rounds._read_alone
+
+    def noting(self: Any, *given: Any, **more: Any) -> int:
+        waited.append((more.get("prefix") is not None, self.gathering.waited))
+        return read(self, *given, **more)
+
+    monkeypatch.setattr(Rounds, "_read_alone", noting)
+    plain, model = made()
+    first, other, long = texts(140, 140, 9)
+    turn = torch.cat((first, other[:9]))
+    with fastspec.continuous(model, "autoregressive", rows=4, max_length=200, prefill_chunk=1024) as batch:
+        told([batch.submit(first, max_new_tokens=2, **GREEDY)])
+        with batch._changed:
+            goes_on = batch.submit(long, max_new_tokens=150, **GREEDY)
+        while batch.running < 1:
+            time.sleep(1e-3)
+        told([batch.submit(other, max_new_tokens=2, **GREEDY)])
+        assert told([batch.submit(turn, max_new_tokens=2, **GREEDY)]) == [alone(plain, turn, 2)]
+        told([goes_on])
+    assert [prefix for prefix, _ in waited] == [False, False, False, True]
+    assert waited[2][1] >= LONGEST and waited[3][1] <= 1

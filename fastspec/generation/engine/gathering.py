@@ -63,10 +63,11 @@ class Gathering:
     def parting(self, held: int) -> float:
         """Rounds' time that every round loses where so many prompts have rows which do not end together, over rounds
         without drafts, whose rows would."""
-        if held < 2 or not self.rounds:
+        spent = median(self.rounds) if self.rounds else 0.0
+        if held < 2 or spent <= 0:  # a clock may be coarse
             return 0.0
         passes = max(0.0, 1 / self.group - 1 / min(held, self.most))
-        return self.alike * self.rate * passes * (1 - 1 / held) * self.saved / median(self.rounds)
+        return self.alike * self.rate * passes * (1 - 1 / held) * self.saved / spent
 
     @contextmanager
     def reading(self, count: int, tokens: int) -> Iterator[None]:
@@ -94,10 +95,11 @@ class Gathering:
         self.alike += RENEWED * ((abs(length - self.length) <= LONGEST) - self.alike)
         self.length = length
 
-    def ran(self, waiting: bool, drafted: bool) -> None:
-        """A turn has ended, through which prompts have waited or not, and whose round had drafts or not."""
+    def ran(self, waiting: bool, drafted: bool, alone: bool) -> None:
+        """A turn has ended, through which prompts have waited or not, whose round had drafts or not, and whose time was
+        a round's alone or not."""
         now = time.perf_counter()
-        if self.ended is not None and not self.joined:
+        if self.ended is not None and alone:
             self.rounds.append(1e3 * (now - self.ended))
         self.ended = now
         self.rate += (self.joined - self.rate) / LATELY

@@ -147,8 +147,7 @@ class Rounds(Generic[TargetT]):
         engine, batch = self.engine, self.batch
         if self.joining is not None and not batch.expects(self.joining.row):
             self.joining = None
-        if not engine.in_flight:
-            self._admit()
+        read = not engine.in_flight and self._admit()
         if any(batch.running) or engine.in_flight:
             asynchronous = stays and self.joining is None and not self._lets_in() and batch.goes_on(engine.longest)
             engine.state.activate(batch.running, batch.padded)
@@ -157,24 +156,26 @@ class Rounds(Generic[TargetT]):
             waiting = self.gathering is not None and bool(batch.free())
             take(engine.step(max(batch.lengths), batch.stats, self.verifier, asynchronous), engine, batch)
             if self.gathering is not None:
-                self._count(self.gathering, waiting)
+                self._count(self.gathering, waiting, read)
 
-    def _count(self, gathering: Gathering, waiting: bool) -> None:
+    def _count(self, gathering: Gathering, waiting: bool, read: bool) -> None:
         """Let what decides on waits, and a drafter on the host, know of a turn that has ended."""
         engine, batch = self.engine, self.batch
         for prompt, was in zip(batch.places, engine.state.running, strict=True):
             if was and not batch.active[prompt]:
                 gathering.end(len(batch.out.tokens[prompt]))
-        if gathering.joined and isinstance(engine.drafter, HostDrafter):
+        if isinstance(engine.drafter, HostDrafter):
             engine.drafter.parting = gathering.parting(sum(batch.running))
-        gathering.ran(waiting, engine.last.tree.tokens.shape[1] > 1)
+        alone = not read and any(engine.state.running)  # the round in flight may have ended while the batch was idle
+        gathering.ran(waiting, engine.last.tree.tokens.shape[1] > 1, alone)
 
     def _lets_in(self) -> bool:
         """True where prompts that wait take rows now."""
         free, gathering = len(self.batch.free()), self.gathering
         if gathering is not None and free and self.batch.reads_together:
             going = sum(self.batch.running)
-            return not (going and self._groups(max(self.batch.ahead(free))) and gathering.waits(free, going))
+            may = going and self._groups(max(self.batch.ahead(free))) and gathering.waits(free, going)
+            return not may or self.batch.prefix() is not None  # which is read alone in any case
         gathered = self.gathered if self.batch.reads_together else 1
         return free > 0 and (free >= len(self.batch.ahead(gathered)) or not any(self.batch.running))
 
@@ -182,15 +183,18 @@ class Rounds(Generic[TargetT]):
         """True where one pass may read a prompt of so many tokens and another such one."""
         return 2 * padded_width(length) <= min(TOGETHER_TOKENS, self.chunk or TOGETHER_TOKENS)
 
-    def _admit(self) -> None:
-        """Read prompts that wait, as far as this turn goes, and give those that were read whole their rows."""
-        spent = 0
+    def _admit(self) -> bool:
+        """Read prompts that wait, as far as this turn goes, and give those that were read whole their rows -> whether
+        there were any."""
+        spent, read = 0, False
         while self.joining is not None or self._lets_in():
             room = self._room(spent)
             if room is not None and (room <= 0 or (spent and self._waits_to_prefill_whole(room))):
-                return
+                break
+            read = True
             with timed(self.batch.stats, "prefill"):
                 spent += self._read(room)
+        return read
 
     def _room(self, spent: int) -> int | None:
         """Tokens of prompts that the next pass may read, after the `spent` ones since the last round; None: any."""
