@@ -93,7 +93,9 @@ def _prmt(a: Words, b: Words, selector: Words) -> Words:
     octets = np.stack([each >> np.uint32(8 * i) & np.uint32(255) for each in (a, b) for i in range(4)])
     out = np.zeros_like(a)
     for i in range(4):
-        out |= octets[selector >> np.uint32(4 * i) & np.uint32(7), np.arange(len(a))] << np.uint32(8 * i)
+        octet = octets[selector >> np.uint32(4 * i) & np.uint32(7), np.arange(len(a))]
+        is_sign = (selector >> np.uint32(4 * i) & np.uint32(8)) > 0  # in every bit of the byte
+        out |= np.where(is_sign, octet // 128 * 255, octet).astype(np.uint32) << np.uint32(8 * i)
     return out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import triton.language as tl
 
 from fastspec.kernels.launch import runs_ptx
 from fastspec.kernels.quantised import mxfp4, reference
-from fastspec.kernels.quantised.conversions import assembly, group_assembly, pair_assembly, pair_table
+from fastspec.kernels.quantised.conversions import assembly, fold, group_assembly, pair_assembly, pair_table
 from fastspec.kernels.quantised.reference import E4M3, FP4, INT8, MXFP4, NF4, PACKED4, PACKED8, Codes, StoredWeight
 
 KINDS = {"int8": INT8, "8 bits": PACKED8, "e4m3": E4M3, "4 bits": PACKED4, "nf4": NF4, "fp4": FP4}
@@ -56,6 +57,7 @@ def run(program: str, outputs: int, given: Sequence[int], dtype: torch.dtype, me
         "mad.lo.u32": lambda a, b, c: a * b + c & MASK,
         "ld.shared.u32": lambda a: memory[a // 128],
         "xor.b32": lambda a, b: a ^ b,
+        "shl.b32": lambda a, b: a << b & MASK,
         "shr.u32": lambda a, b: a >> b,
         "mul.lo.u32": lambda a, b: a * b & MASK,
         "prmt.b32": prmt,
@@ -81,20 +83,19 @@ def numbers(kind: Codes, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_unit_of_two_codes_becomes_a_word_of_two_numbers(kind: str, dtype: torch.dtype) -> None:
-    codes, wanted = KINDS[kind], numbers(KINDS[kind], dtype)
+    codes = KINDS[kind]
+    wanted = numbers(codes, dtype) / fold(codes, dtype)
     program = pair_assembly(codes, dtype, zeros=False)
     table = pair_table(codes, dtype, torch.device("cpu")).tolist() if codes.table else []
     assert program is not None
     for octet in range(256):
-        other = octet * 37 + 11 & 255
+        units = [(octet + 11) * odd & 255 for odd in range(1, 17, 2)]  # each place has every code
+        words = struct.unpack("<2I", bytes(units))
         if codes.bits == 4:  # the lane's copy of a table begins at 20
-            word = octet | other << 8 | (255 - octet) << 16 | (octet ^ other) << 24
-            for at, unit in enumerate((octet, other, 255 - octet, octet ^ other)):
-                (made,) = run(program, 1, [word, at, *([20] if table else [])], dtype, table)
+            for at, unit in enumerate(units[:4]):
+                (made,) = run(program, 1, [words[0], at, *([20] if table else [])], dtype, table)
                 assert halves(made & MASK, dtype).tolist() == wanted[unit].tolist()
         else:
-            units = [octet, other, 255 - octet, octet ^ other, other, 255 - other, 77, octet]
-            words = struct.unpack("<2I", bytes(units))
             for at in range(4):
                 (word,) = run(program, 1, [*words, at], dtype)
                 expected = [*wanted[units[2 * at]].tolist(), *wanted[units[2 * at + 1]].tolist()]
@@ -102,17 +103,33 @@ def test_a_unit_of_two_codes_becomes_a_word_of_two_numbers(kind: str, dtype: tor
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("zero", [0, 7, 15])
+@pytest.mark.parametrize("zero", range(16))
 def test_zero_points_are_taken_off(zero: int, dtype: torch.dtype) -> None:
-    base = -(128 if dtype == torch.bfloat16 else 1024) - zero
-    word = struct.unpack("<I", torch.full((2,), base, dtype=dtype).view(torch.int16).numpy().tobytes())[0]
+    less = torch.full((2,), zero * (-1.0 / fold(PACKED4, dtype)), dtype=dtype)
+    word = struct.unpack("<I", less.view(torch.int16).numpy().tobytes())[0]
     program = pair_assembly(PACKED4, dtype, zeros=True)
     assert program is not None
     for octet in range(256):
-        assert halves(*run(program, 1, [octet << 16 | 0xAB0000CD, 2, word], dtype), dtype).tolist() == [
-            (octet & 15) - zero,
-            (octet >> 4) - zero,
-        ]
+        for at in range(4):
+            given = [octet << 8 * at | 0xAB0000CD & ~(255 << 8 * at), at, word]
+            made = halves(*run(program, 1, given, dtype), dtype) * fold(PACKED4, dtype)
+            assert made.tolist() == [(octet & 15) - zero, (octet >> 4) - zero]
+
+
+@pytest.mark.parametrize("scale", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_larger_scales_are_exact_up_to_a_limit(dtype: torch.dtype, scale: torch.dtype) -> None:
+    """Each power of 2 that a scale's dtype has, and the numbers beside it; products of smaller numbers stay whole steps
+    of fp32."""
+    largest, limit = fold(INT8, dtype), 2.0**122 if dtype == torch.bfloat16 else 2.0**119
+    info, steps = torch.finfo(scale), {torch.bfloat16: 7, torch.float16: 10, torch.float32: 23}[scale]
+    first, last = round(math.log2(info.tiny)) - steps, round(math.log2(info.max))
+    powers = torch.tensor([2.0**each for each in range(first, last)], dtype=torch.float64).to(scale)
+    scales = torch.cat([powers, *((powers.double() * (1 + sign * info.eps)).to(scale) for sign in (1, -1))])
+    larger = scales.float() * largest
+    assert torch.equal(larger.double() == scales.double() * largest, scales.double() < limit)
+    smallest = float(torch.tensor(1, dtype=torch.int16).view(dtype)) / largest
+    assert smallest / 2.0**-149 == round(smallest / 2.0**-149) > 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

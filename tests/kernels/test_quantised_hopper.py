@@ -3,6 +3,7 @@ by every way to add up a depth's parts."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -136,6 +137,20 @@ def test_a_depth_of_no_whole_stages(layout):
     assert bool(((whole.double() - wanted).abs() <= wide).all())
     for rows in ROWS:
         assert torch.equal(kernel.linear(x[-rows:], weight, None), whole[-rows:]), rows
+
+
+@pytest.mark.parametrize("scale", [2.0**-134 + 2.0**-146, 2.0**-149, 2.0**-127, 2.0**120], ids=str)
+@pytest.mark.parametrize("layout", ["int8 by lines", "packed, 8 bits by groups of 64", "4 bits by groups of 128"])
+def test_a_scale_of_any_size_loses_no_bit(layout, scale):
+    """Numbers are multiplied smaller than they are, and scales are as much larger."""
+    with torch.device("cuda"):
+        weight, _ = LAYOUTS[layout](4096, 2048, torch.bfloat16)
+        x = torch.zeros(max(ROWS), 2048).bfloat16()
+    weight = replace(weight, scales=torch.full_like(weight.scales, scale, dtype=torch.float32))
+    x[:, 77] = 1
+    wanted = (reference.numbers(weight)[:, 77].double() * scale).float().bfloat16()
+    for rows in ROWS:
+        assert torch.equal(kernel.linear(x[:rows], weight, None), wanted.expand(rows, -1)), rows
 
 
 @pytest.mark.parametrize("rows", [60, 128])

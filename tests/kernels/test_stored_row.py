@@ -79,6 +79,20 @@ def test_a_gate_and_an_up_part(layout, kind):
     assert bool(((out.double() - wanted[0]).abs() <= wide[0]).all())
 
 
+@pytest.mark.parametrize("scale", [2.0**-134 + 2.0**-146, 2.0**-149, 2.0**-127, 2.0**120], ids=str)
+@pytest.mark.parametrize("layout", ["int8 by lines", "packed, 8 bits by groups of 64", "4 bits by groups of 128"])
+def test_a_scale_of_any_size_loses_no_bit(layout, scale):
+    """Of sums that were made smaller, before they are multiplied, as many as of others: the product is rounded once."""
+    weight = LAYOUTS[layout](32, 2048, torch.bfloat16)[0]
+    weight = replace(weight, scales=torch.full_like(weight.scales, scale, dtype=torch.float32))
+    x = torch.zeros(1, 2048).bfloat16()
+    x[0, 77] = 1
+    form = row.launched([weight], False)
+    assert form is not None
+    wanted = (reference.numbers(weight)[:, 77].double() * scale).float().bfloat16()
+    assert torch.equal(emulator.stored_row(x, [weight], [None], form), wanted)
+
+
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("layout", ["int8 by lines", "e4m3 in blocks of 128", "4 bits by groups of 128", "nf4, nested"])
 def test_launches_that_are_tuned_give_the_same_bits(layout, gated, monkeypatch):

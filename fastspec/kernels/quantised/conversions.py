@@ -2,7 +2,9 @@
 
 A code is put into the low bits of a number whose steps are 1 there (128 in bf16, 1024 in fp16), which is then taken
 off; e4m3 is shifted to where the wider exponent and mantissa stand, and multiplied by what the exponents' biases
-differ by. All are exact but those of a table, which is rounded. NaN of e4m3 comes out as 480.
+differ by. All are exact but those of a table, which is rounded. NaN of e4m3 comes out as 480. Kernels of Hopper take
+whole numbers that are `fold` times smaller: the bits of a code are one of the dtype's smallest numbers already, which
+its largest power of 2 makes a normal one.
 tests/kernels/test_conversions.py runs the programs.
 """
 
@@ -21,8 +23,10 @@ BASE = {torch.bfloat16: 0x43, torch.float16: 0x64}
 """High byte of the number whose steps are 1."""
 ONE = {torch.bfloat16: 0x3F80, torch.float16: 0x3C00}
 TWO_HALVES = {torch.bfloat16: "bf16x2", torch.float16: "f16x2"}
-E4M3 = {torch.bfloat16: (4, 0x07F0, 120), torch.float16: (1, 0x3F80, 8)}
-"""Shift of a code in a half's high byte, down, the bits that it then takes, and the power of 2."""
+E4M3 = {torch.bfloat16: (4, 0x87F0, 120), torch.float16: (7, 0xBF80, 8)}
+"""Shift of a code in a half's low byte, up, the bits of it and its sign, and the power of 2."""
+SMALLEST, LARGEST = {torch.bfloat16: -133, torch.float16: -24}, {torch.bfloat16: 127, torch.float16: 15}
+"""Exponents of the smallest power of 2 and of the largest one."""
 
 
 def _twice(half: int) -> str:
@@ -33,9 +37,21 @@ def _bits(value: float, dtype: torch.dtype) -> int:
     return int(torch.tensor(value, dtype=dtype, device="cpu").view(torch.int16)) & 0xFFFF
 
 
-def _eight(kind: Codes, dtype: torch.dtype, puts: Sequence[str]) -> list[str]:
-    """Words `$0` and `$1` and so on of two codes of 8 bits, which each of `puts` puts into the halves of `a`: into the
-    high bytes of e4m3, else into the low ones; whatever is in the others.
+def fold(kind: Codes, dtype: torch.dtype) -> float:
+    """Power of 2 that numbers of `pair_assembly` and of row_programs.py are smaller by; scales are as much larger.
+
+    No bit is lost. Numbers of at most 8 bits stay exact. The smallest product (2 ** -139 in bf16, 2 ** -33 in fp16) is
+    a whole number of fp32's steps (2 ** -149), and so is every sum: those below its normal numbers are exact, others
+    are rounded where they would be. A larger scale is exact, of any dtype, as long as it is finite: below 2 ** 122 in
+    bf16, and below 2 ** 119 in fp16, whose weights end at 2 ** 16. No float16 scale reaches these.
+    """
+    whole = kind.numbers in (Numbers.UNSIGNED, Numbers.SIGNED)
+    return 2.0 ** -(SMALLEST[dtype] + LARGEST[dtype]) if whole else 1.0
+
+
+def _eight(kind: Codes, dtype: torch.dtype, puts: Sequence[str], folded: bool = False) -> list[str]:
+    """Words `$0` and `$1` and so on of two codes of 8 bits, which each of `puts` puts into the low bytes of the halves
+    of `a`; of e4m3 with its sign in each bit of the high ones, else whatever is there.
 
     Of whole numbers bf16 has 7 bits below its 128, so the eighth becomes a number of its own, 128 or 256, and is taken
     off as such.
@@ -45,15 +61,17 @@ def _eight(kind: Codes, dtype: torch.dtype, puts: Sequence[str]) -> list[str]:
         shift, bits, power = E4M3[dtype]
         lines = [f"mov.b32 m, {_twice(_bits(2.0**power, dtype))};", "mov.b32 n, 0x80008000;"]
         each = [
-            f"shr.u32 b, a, {shift};",
-            f"and.b32 b, b, {_twice(bits)};",
-            "lop3.b32 a, a, 0x80008000, b, 0xEA;",
+            f"shl.b32 a, a, {shift};",
+            f"and.b32 a, a, {_twice(bits)};",
             f"fma.rn.{TWO_HALVES[dtype]} $, a, m, n;",
         ]
-    elif dtype == torch.float16:
-        lines = [f"mov.b32 n, {_twice(_bits(-1152.0, dtype))};", f"mov.b32 o, {_twice(ONE[dtype])};"]
-        lines += [f"mov.b32 m, {_twice(BASE[dtype] << 8 | 128 * signed)};"]
-        each = ["lop3.b32 a, a, 0x00FF00FF, m, 0x6A;", "fma.rn.f16x2 $, a, o, n;"]
+    elif folded or dtype == torch.float16:
+        base, times, less = BASE[dtype] << 8, 1.0, -1152.0
+        if folded:
+            base, times, less = 0, 2.0 ** LARGEST[dtype], -128 / fold(kind, dtype)
+        lines = [f"mov.b32 n, {_twice(_bits(less, dtype))};", f"mov.b32 o, {_twice(_bits(times, dtype))};"]
+        lines += [f"mov.b32 m, {_twice(base | 128 * signed)};"]
+        each = ["lop3.b32 a, a, 0x00FF00FF, m, 0x6A;", f"fma.rn.{TWO_HALVES[dtype]} $, a, o, n;"]
     else:
         lines = [f"mov.b32 m, {_twice(_bits(-1.0, dtype))};", f"mov.b32 o, {_twice(BASE[dtype] << 8)};"]
         each = [
@@ -127,7 +145,7 @@ def assembly(kind: Codes, dtype: torch.dtype) -> str | None:
     if not _known(kind, dtype):
         return None
     if kind.bits == 8:
-        places = ("0x1404", "0x3424") if kind.numbers == Numbers.E4M3 else ("0x4140", "0x4342")
+        places = ("0x9180", "0xB3A2") if kind.numbers == Numbers.E4M3 else ("0x4140", "0x4342")
         return _program(_eight(kind, dtype, [f"prmt.b32 a, $2, 0, {each};" for each in places]))
     return _program(_table4(kind, dtype) if kind.table else _whole4(dtype, kind.less))
 
@@ -136,27 +154,26 @@ def assembly(kind: Codes, dtype: torch.dtype) -> str | None:
 def pair_assembly(kind: Codes, dtype: torch.dtype, zeros: bool) -> str | None:
     """The program of a unit of two neighbouring codes, or None where there is none: the word `$0` of two numbers, of 8
     bits from the unit `$3` of the words `$1` and `$2`, of 4 bits from the byte `$2` of the word `$1`; with zeros less
-    what the word `$3` has twice, a code's base and its zero point, negative. With a table `$3` is where the lane's copy
-    of it begins."""
+    what the word `$3` has twice, a zero point, negative. Whole numbers and these are `fold` times smaller. With a table
+    `$3` is where the lane's copy of it begins."""
     if not _known(kind, dtype):
         return None
     if kind.bits == 8:
-        first = 4 * (kind.numbers == Numbers.E4M3)
-        places = f"mad.lo.u32 w, $3, {0x202 << first}, {0x100 << first};"
-        return _program([places, *_eight(kind, dtype, ["prmt.b32 a, $1, $2, w;"])])
-    lines = ["or.b32 b, $2, 0x4440;", "prmt.b32 a, $1, 0, b;"]
+        each, first = (0x2222, 0x9180) if kind.numbers == Numbers.E4M3 else (0x202, 0x100)
+        places = f"mad.lo.u32 w, $3, {each:#x}, {first:#x};"
+        return _program([places, *_eight(kind, dtype, ["prmt.b32 a, $1, $2, w;"], folded=True)])
     if kind.table:
+        lines = ["or.b32 b, $2, 0x4440;", "prmt.b32 a, $1, 0, b;"]
         return _program([*lines, "mad.lo.u32 a, a, 128, $3;", "ld.shared.u32 $0, [a];"])
-    base = 128.0 if dtype == torch.bfloat16 else 1024.0
+    low, high = (_bits(2.0 ** (LARGEST[dtype] - shift), dtype) for shift in (0, 4))
     return _program(
         [
-            *lines,
-            f"mov.b32 n, {'$3' if zeros else _twice(_bits(-base - kind.less, dtype))};",
-            f"mov.b32 o, {_twice(ONE[dtype])};",
-            f"mov.b32 m, {_twice(BASE[dtype] << 8)};",
-            "mul.lo.u32 a, a, 4097;",
-            "lop3.b32 a, a, 0x000F000F, m, 0xEA;",
-            f"fma.rn.{TWO_HALVES[dtype]} $0, a, o, n;",
+            "mul.lo.u32 w, $2, 0x1111;",
+            "prmt.b32 a, $1, 0, w;",
+            "and.b32 a, a, 0x00F0000F;",
+            f"mov.b32 m, {high << 16 | low:#010x};",
+            f"mov.b32 n, {'$3' if zeros else _twice(_bits(-kind.less / fold(kind, dtype), dtype))};",
+            f"fma.rn.{TWO_HALVES[dtype]} $0, a, m, n;",
         ]
     )
 

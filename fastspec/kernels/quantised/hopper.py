@@ -42,7 +42,7 @@ from fastspec.kernels.launch import dependent, is_hopper, prefetched
 from fastspec.kernels.linear.hopper import _joined, _load, barrier, descriptor
 from fastspec.kernels.linear.launches import MULTIPROCESSORS, HopperLaunch
 from fastspec.kernels.linear.reference import SILU, Activation
-from fastspec.kernels.quantised.conversions import FILL, PLACE, ROOM, pair_assembly, pair_table
+from fastspec.kernels.quantised.conversions import FILL, PLACE, ROOM, fold, pair_assembly, pair_table
 from fastspec.kernels.quantised.reference import StoredWeight
 
 _as = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret  # renamed
@@ -288,11 +288,10 @@ def _opened(
 
 
 @gluon.jit
-def _zeros(first, second, o_word, o_shift, is_first, GATES: gl.constexpr, DTYPE: gl.constexpr):
-    """Base and zero point of the codes of a tile's lines, negative, twice in a word."""
+def _zeros(first, second, o_word, o_shift, is_first, GATES: gl.constexpr, DTYPE: gl.constexpr, FOLD: gl.constexpr):
+    """Zero point of the codes of a tile's lines, negative and FOLD times smaller, twice in a word."""
     b_word = _loaded(first, second, o_word, is_first, GATES)
-    WIDE: gl.constexpr = gl.float16 == DTYPE
-    b_half = -(((b_word >> o_shift) & 15).to(gl.float32) + (1024.0 if WIDE else 128.0))
+    b_half = ((b_word >> o_shift) & 15).to(gl.float32) * (-1.0 / FOLD)
     b_half = b_half.to(DTYPE).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
     return b_half | (b_half << 16)
 
@@ -394,7 +393,7 @@ def _products(OF: gl.constexpr, memory, place, out, FORM: gl.constexpr, PDL: gl.
     b_unit = b_unit[None, None, :].broadcast_to([BM, STEP // 8, 4])
     b_sum = b_none
     if not GROUPED:
-        b_line = _of_lines(p_scales, above.scales, o_mine // block, is_first, GATES)
+        b_line = _of_lines(p_scales, above.scales, o_mine // block, is_first, GATES) * FORM.fold
     stage, phase, before = 0, 0, STAGES - 1
     for i in gl.static_range(PARTS):
         for pair in range(count // PARTS // TURNS * i, count // PARTS // TURNS * (i + 1)):
@@ -405,7 +404,7 @@ def _products(OF: gl.constexpr, memory, place, out, FORM: gl.constexpr, PDL: gl.
                 if NESTED:
                     for u in gl.static_range(STEPS):
                         b_new = _times(b_wide[u], b_factors[u if FACTORS > 1 else 0]) + b_offset
-                        b_scales += (b_new,)  # type: ignore[assignment]  # unrolled
+                        b_scales += (b_new * FORM.fold,)  # type: ignore[assignment]  # unrolled
                     o_soon = _places(
                         o_scale, _at(begin, SHARE, turn + 1, cut, SERIES) * BK, in_part, STEP, STEPS, GROUP
                     )
@@ -420,7 +419,7 @@ def _products(OF: gl.constexpr, memory, place, out, FORM: gl.constexpr, PDL: gl.
                     o_places = _places(o_scale, o_turn * BK, in_part, STEP, STEPS, GROUP)
                     for u in gl.static_range(STEPS):
                         b_new = _of_lines(p_scales, above.scales, o_places[u], is_first, GATES)
-                        b_scales += (b_new,)  # type: ignore[assignment]  # unrolled
+                        b_scales += (b_new * FORM.fold,)  # type: ignore[assignment]  # unrolled
                 mbarrier.wait(full.index(at + stage), phase)
                 if not RING:  # the products of the stage before are done: its place is free
                     if WARPS > 4:  # in both groups of warps
@@ -436,7 +435,7 @@ def _products(OF: gl.constexpr, memory, place, out, FORM: gl.constexpr, PDL: gl.
                         b_beside = b_base
                     elif ZEROS:
                         o_group = gl.minimum((o_turn * BK + u * STEP) // GROUP, columns // SIDE - 1) + o_zero
-                        b_zero = _zeros(p_zeros, above.zeros, o_group, o_shift, is_first_zero, GATES, dtype)
+                        b_zero = _zeros(p_zeros, above.zeros, o_group, o_shift, is_first_zero, GATES, dtype, FORM.fold)
                         b_beside = gl.expand_dims(gl.expand_dims(b_zero, 1), 2).broadcast_to([BM, STEP // 8, 4])
                     o_tile = ((at + stage) * FORM.groups + OF % FORM.groups) * TILES + u * WORDS.shape[1] // WIDE
                     codes_smem = w_smem.index(o_tile).slice(u * WORDS.shape[1] % WIDE, WORDS.shape[1], dim=1)
@@ -723,6 +722,7 @@ def hopper_stored(
         apart=out.dtype == torch.float32,
         alpha=(kind or SILU).alpha,
         cubic=(kind or SILU).cubic,
+        fold=fold(one.kind, x.dtype),
         assembly=pair_assembly(one.kind, x.dtype, one.zeros is not None),
     )
     _hopper_stored[(tiles // gates * launch.parts, -(-rows * side // launch.rows))](
@@ -763,6 +763,7 @@ class HopperForm:
     apart: bool
     alpha: float
     cubic: float
+    fold: float
     assembly: str | None
     room: str = ROOM
     place: str = PLACE

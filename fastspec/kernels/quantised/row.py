@@ -25,7 +25,7 @@ from triton.experimental.gluon import language as gl
 from fastspec.kernels.launch import dependent
 from fastspec.kernels.linear.reference import SILU, Activation
 from fastspec.kernels.quantised import row_programs as programs
-from fastspec.kernels.quantised.conversions import pair_table
+from fastspec.kernels.quantised.conversions import fold, pair_table
 from fastspec.kernels.quantised.hopper import TABLE, operands_of, parts_of
 from fastspec.kernels.quantised.launches import StoredRowLaunch
 from fastspec.kernels.quantised.reference import StoredWeight
@@ -151,6 +151,7 @@ def _row_stored(p_x, weights, p_out, steps, table, FORM: gl.constexpr, PDL: gl.c
         b_line = gl.load(p_scales + o_scale).to(gl.float32)
         if GATES == 2:
             b_line = gl.where(gate == 0, b_line, gl.load(above.scales + o_scale).to(gl.float32))
+        b_line *= FORM.fold
     if FORM.zeros:
         for i in gl.static_range((LINES * COLUMNS + COUNT - 1) // COUNT):
             o_at = i * COUNT + thread
@@ -240,12 +241,11 @@ def _row_stored(p_x, weights, p_out, steps, table, FORM: gl.constexpr, PDL: gl.c
     if PARTS == 4:
         b_two = gl.inline_asm_elementwise(FORM.load, "=f,r", [at + LINES * 8], gl.float32, False, 1)
         b_sum += b_two + gl.inline_asm_elementwise(FORM.load, "=f,r", [at + LINES * 12], gl.float32, False, 1)
-    b_sum *= FORM.fold
     if FORM.bias:
         b_sum += gl.load(p_bias + begin + o_out).to(gl.float32)
     b_out = b_sum.to(gl.bfloat16)
     if GATES == 2:
-        b_up = gl.inline_asm_elementwise(FORM.load, "=f,r", [at + 64], gl.float32, False, 1) * FORM.fold
+        b_up = gl.inline_asm_elementwise(FORM.load, "=f,r", [at + 64], gl.float32, False, 1)
         if FORM.bias:
             b_up += gl.load(above.bias + begin + o_out).to(gl.float32)
         b_gate = b_out.to(gl.float32)
@@ -351,7 +351,7 @@ def form_of(
         pitch=pitch,
         scale_bytes=one.scales.element_size(),
         neighbours=4 if one.kind.table else 8,
-        fold=programs.fold(one.kind),
+        fold=fold(one.kind, torch.bfloat16),
         alpha=kind.alpha,
         cubic=kind.cubic,
         at_table=table,
@@ -367,7 +367,9 @@ def form_of(
         wait=programs.wait(stages),
         stage=programs.stage(one.kind, size, group if grouped else None, one.zeros is not None, pitch * 4),
         row=programs.row(one.kind),
-        opened=programs.opened(one.scales.dtype, lines * columns // 4) if grouped else "",
+        opened=programs.opened(one.scales.dtype, lines * columns // 4, fold(one.kind, torch.bfloat16))
+        if grouped
+        else "",
         scaled=programs.scaled(columns // parts, lines * parts) if grouped else "",
     )
 

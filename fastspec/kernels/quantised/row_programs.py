@@ -2,13 +2,13 @@
 
 Of 16 codes of a line the lane t of four makes two words of two numbers, which stand in columns 2t, 2t + 1, 2t + 8 and
 2t + 9 of the tile that tensor cores multiply. Any 16 codes may stand there in any order, as long as the row's numbers
-stand in the same: they are added at once. Whole numbers are steps of bf16's smallest numbers, and so the bits of a code
-are its number already, times 2 ** -133; one multiplication and addition makes it 64 times smaller than it is, and takes
-off its base. Sums are made 64 times larger at the end, which rounds nothing.
+stand in the same: they are added at once. Whole numbers are those of conversions.py, 64 times smaller: of the bits of a
+code, which are its number times 2 ** -133, one multiplication and addition makes it, and takes off its base.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -20,11 +20,6 @@ PAD = 16
 """Bytes behind a line of a stage, so that eight lines lie in banks of their own."""
 ENTRY = 128
 """Bytes of an entry of a table: a word for each bank."""
-
-
-def fold(kind: Codes) -> float:
-    """Power of two that a kind's sums are smaller by."""
-    return 64.0 if kind.numbers in (Numbers.UNSIGNED, Numbers.SIGNED) else 1.0
 
 
 def _constants(kind: Codes) -> tuple[int, int, int]:
@@ -58,15 +53,14 @@ def _numbers(kind: Codes, words: Sequence[str], low: str, high: str, zero: str |
         ]
     if kind.numbers == Numbers.E4M3:
         return [
-            f"shr.u32 u, {words[0]}, 4;",
-            "and.b32 u, u, 0x07F007F0;",
-            f"lop3.b32 u, {words[0]}, 0x80008000, u, 0xEA;",
-            f"fma.rn.bf16x2 {high}, u, m, n;",
-            f"shl.b32 v, {words[0]}, 4;",
-            "and.b32 v, v, 0x07F007F0;",
-            f"shl.b32 u, {words[0]}, 8;",
-            "lop3.b32 v, u, 0x80008000, v, 0xEA;",
-            f"fma.rn.bf16x2 {low}, v, m, n;",
+            line
+            for places, out in (("0x9180", low), ("0xB3A2", high))  # codes, with the sign of each in a byte's every bit
+            for line in (
+                f"prmt.b32 u, {words[0]}, 0, {places};",
+                "shl.b32 u, u, 4;",
+                "and.b32 u, u, 0x87F087F0;",
+                f"fma.rn.bf16x2 {out}, u, m, n;",
+            )
         ]
     return [
         f"xor.b32 u, {words[0]}, {0x80808080 if kind.numbers == Numbers.SIGNED else 0:#x};",
@@ -149,7 +143,7 @@ def row(kind: Codes) -> str:
         lines = [f"ld.global.b32 {each}, [$2+{16 * i}];" for i, each in enumerate("abcd")]
     else:
         lines = ["ld.global.v2.b32 {a, b}, [$2]; ld.global.v2.b32 {c, d}, [$2+32];"]
-    if kind.numbers == Numbers.E4M3 or (kind.bits == 4 and not kind.table):
+    if kind.bits == 4 and not kind.table:
         for first, second in ("ab", "cd"):
             lines += [f"prmt.b32 e, {first}, {second}, 0x7632; prmt.b32 {first}, {first}, {second}, 0x5410;"]
             lines += [f"mov.b32 {second}, e;"]
@@ -157,9 +151,9 @@ def row(kind: Codes) -> str:
 
 
 @lru_cache
-def opened(dtype: torch.dtype, limit: int) -> str:
-    """Puts four neighbouring scales from `$2` on where `$1` says, in fp32, for the first `limit` places `$3`; codes by
-    the table `$4`, times `$5`, plus `$6`."""
+def opened(dtype: torch.dtype, limit: int, fold: float) -> str:
+    """Puts four neighbouring scales from `$2` on, `fold` times larger, where `$1` says, in fp32, for the first `limit`
+    places `$3`; codes by the table `$4`, times `$5`, plus `$6`."""
     lines = [
         "{ .reg .pred p; .reg .b16 h<2>; .reg .b32 a, b, c, d, u; .reg .b64 q; .reg .f32 x<4>;",
         f"setp.lt.u32 p, $3, {limit}; mov.f32 x0, 0f00000000; mov.f32 x1, x0; mov.f32 x2, x0; mov.f32 x3, x0;",
@@ -179,6 +173,8 @@ def opened(dtype: torch.dtype, limit: int) -> str:
                 lines += [f"mov.b32 x{2 * i}, c; mov.b32 x{2 * i + 1}, d;"]
             else:
                 lines += [f"mov.b32 {{h0, h1}}, {each}; cvt.f32.f16 x{2 * i}, h0; cvt.f32.f16 x{2 * i + 1}, h1;"]
+    if fold > 1:
+        lines += [f"mul.rn.f32 x{i}, x{i}, 0f{struct.pack('>f', fold).hex()};" for i in range(4)]
     return "\n".join([*lines, "@p st.shared.v4.f32 [$1], {x0, x1, x2, x3}; mov.u32 $0, 0; }"])
 
 
