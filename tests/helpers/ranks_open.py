@@ -99,6 +99,7 @@ def run(model: Any, assistant: Any, asked: Callable[[Any], list[Any]], **options
         if first():
             made = asked(batch)
     assert not batch.alive and batch.running == batch.waiting == 0
+    assert (batch._gathering is None) == (batch.ranks is not None), "processes share no clock"
     return [made, state(batch)]
 
 
