@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from dataclasses import fields
 from typing import Any
 
@@ -241,6 +242,21 @@ def test_what_servers_without_and_with_drafts_lose_is_that_of_their_rows() -> No
         f"make {-lost(**drafted, way='turns', in_flight=32):.0f} % more in chats of ten turns",
         f"lose {single[0]:.0f} to {single[1]:.0f} % in single answers, and up to {schema:.0f} % where a schema holds",
         f"lost {lost(**trees, way='schema', in_flight=1):.0f} % of SmolLM2's one stream",
+    )
+
+    def lost_in_turn(model: str, way: str, in_flight: int) -> float:
+        wanted = {"model": model, "way": way, "in_flight": in_flight}
+        told = [each["tokens_per_second"] for each in rows("serving_drafts_h200.jsonl", **wanted)]
+        return 100 - 100 * statistics.median(drafts / none for none, drafts in zip(told[::2], told[1::2], strict=True))
+
+    ngrams = [lost_in_turn(drafted["model"], *cell) for cell in (("whole", 32), ("streamed", 32), ("schema", 8))]
+    held_to = [lost_in_turn(trees["model"], "schema", count) for count in (1, 8)]
+    held(
+        "../performance/batches.md",
+        "lost {:.0f} % in whole answers and {:.0f} % in streamed ones with 32 in flight, and {:.0f} % with".format(
+            *ngrams
+        ),
+        "EAGLE-3 with a schema {:.0f} % of one stream and {:.0f} % of eight".format(*held_to),
     )
     plain = {"server": "fastspec-autoregressive", "beside": "vllm", "model": "llama-8b"}
     whole, streamed = (
