@@ -80,7 +80,7 @@ def test_what_captures_take_and_where_none_was_timed(clock, monkeypatch):
 def test_rows_that_part_cost_where_answers_are_alike(clock):
     """Not where these are of many lengths, nor where all prompts have joined in one pass."""
     found = known(clock, every=4)
-    assert found.parting(32) == pytest.approx(found.rate * (1 / 2 - 1 / 8) * 31 / 32 * 3.8 / 3, rel=0.02)
+    assert found.parting(32) == pytest.approx(MARGIN * found.rate * (1 / 2 - 1 / 8) * 31 / 32 * 3.8 / 3, rel=0.02)
     assert found.parting(1) == 0.0
     for number in range(100):
         found.end(10 * number)

@@ -19,7 +19,7 @@ from fastspec.generation.capture import SPENT
 LONGEST = 2
 """Rounds at most that a prompt waits for others, beside one that is in flight by then."""
 MARGIN = 3.0
-"""Times over that a wait has to pay."""
+"""Times over that a wait has to pay, and that parting is taken to cost: at once the price let n-grams lose 8 %."""
 LATELY = 256
 """Rounds after which what joined before counts for a third."""
 ROUNDS, PASSES, LEAST = 9, 32, 3
@@ -61,13 +61,13 @@ class Gathering:
         return MARGIN * ready**2 * median(self.rounds) < 2 * self.rate * going * self.saved
 
     def parting(self, held: int) -> float:
-        """Rounds' time that every round loses where so many prompts have rows which do not end together, over rounds
-        without drafts, whose rows would."""
+        """Rounds' time that every round is taken to lose where so many prompts have rows which do not end together, over
+        rounds without drafts, whose rows would."""
         spent = median(self.rounds) if self.rounds else 0.0
         if held < 2 or spent <= 0:  # a clock may be coarse
             return 0.0
         passes = max(0.0, 1 / self.group - 1 / min(held, self.most))
-        return self.alike * self.rate * passes * (1 - 1 / held) * self.saved / spent
+        return MARGIN * self.alike * self.rate * passes * (1 - 1 / held) * self.saved / spent
 
     @contextmanager
     def reading(self, count: int, tokens: int) -> Iterator[None]:
