@@ -32,7 +32,7 @@ def choose_device(name: str | None = None) -> str:
     if name != "cpu" and int(number or 0) >= count:
         held = "torch finds no CUDA device here" if not count else f"this machine has cuda:0 to cuda:{count - 1}"
         raise Unsupported(
-            f"device {name!r} is not there: {held}. A CUDA device needs a CUDA build of torch, see README.md"
+            f"device {name!r} is not there: {held}. A CUDA device needs a CUDA build of torch: see docs/install.md"
         )
     return name
 

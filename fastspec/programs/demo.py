@@ -156,9 +156,10 @@ def run_demo(
     say(f"{model} on {device}, {result.dtype}, {torch.get_num_threads()} threads, greedy, {count} new tokens at most")
     if load is not None and load >= BUSY:
         say(f"[yellow]This machine is busy (load average {load:.1f} per processor): times and ratios will be off.[/]")
-    result.runs[BASELINE] = timed(BASELINE)  # before the patch: this is the model as transformers made it
-    fastspec.patch(target, eagle3=head or SMOLLM2, backend=backend)
-    try:
+    with fastspec.patched(target, eagle3=head or SMOLLM2, backend=backend):
+        pass  # what cannot be patched is refused before transformers answers, which takes most of the time
+    result.runs[BASELINE] = timed(BASELINE)  # unpatched: this is the model as transformers made it
+    with fastspec.patched(target, eagle3=head or SMOLLM2, backend=backend):
         if streams:
             colours = " [bold green]Green[/]: drafted and accepted. Plain: the model's own token of each round."
             say("\nEAGLE-3 answers." + colours * (console.color_system is not None))
@@ -169,8 +170,6 @@ def run_demo(
             say()
         for method in METHODS[1:]:
             result.runs[method] = timed(method)
-    finally:
-        fastspec.unpatch(target)
     return result
 
 

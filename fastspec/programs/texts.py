@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -102,17 +103,28 @@ def _as_calls(name: str, calls: Any) -> list[dict[str, Any]]:
     return found
 
 
+SURROGATE = re.compile("[\ud800-\udfff]")
+"""Half of a character, or a byte of a command line that is no UTF-8."""
+
+
 def encode(
     tokenizer: Any, prompt: str | list[dict[str, Any]], device: Any = "cpu", *, chat: bool = True
 ) -> dict[str, Any]:
     """A prompt or a conversation by the chat template, as tensors `input_ids` and `attention_mask` [1, T]. With `chat`
-    False or without a template a prompt is the text itself, and a conversation Unsupported."""
-    if chat and getattr(tokenizer, "chat_template", None) is not None:
-        talk = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else as_messages(prompt)
+    False or without a template a prompt is the text itself, and a conversation Unsupported, as is a prompt of which a
+    part is no character."""
+    chat = chat and getattr(tokenizer, "chat_template", None) is not None
+    if isinstance(prompt, list) and not chat:
+        raise Unsupported("a conversation needs a tokenizer with a chat template")
+    talk = as_messages(prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}])
+    for torn in (SURROGATE.search(message["content"]) for message in talk):
+        if torn is not None:
+            raise Unsupported(
+                f"the prompt has {torn[0]!a} at position {torn.start()}, which is no character: give UTF-8"
+            )
+    if chat:
         options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
         return dict(tokenizer.apply_chat_template(talk, **options).to(device))
-    if isinstance(prompt, list):
-        raise Unsupported("a conversation needs a tokenizer with a chat template")
     return dict(tokenizer(prompt, return_tensors="pt").to(device))
 
 

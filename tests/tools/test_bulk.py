@@ -293,7 +293,7 @@ def test_a_prompt_that_no_tokenizer_or_template_takes_ends_no_other(small, tmp_p
     found = answers(out)
     assert [row["line"] for row in found] == [1, 1, 2, 2, 3] and found[0]["prompt"] == rows[0]["prompt"]
     assert (
-        "error" in found[0]
+        r"has '\ud83c' at position 0" in found[0]["error"]
         and "messages[0].content must be a text" in found[2]["error"]
         and found[4]["text"] == emitted(small, "w5 w6", 3)[0]
     )

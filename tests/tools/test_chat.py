@@ -385,6 +385,12 @@ def test_lines_on_standard_input(command) -> None:
     assert done.output.count("tokens/s") == 1
 
 
+def test_a_line_that_is_no_utf_8_is_refused_and_the_next_one_answered(command) -> None:
+    done = command(input=b"w10 \xe9\nw10\n")
+    assert done.exit_code == 0, done.output
+    assert r"the prompt has '\udce9' at position 4" in done.output and done.output.count("tokens/s") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [

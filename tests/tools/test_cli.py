@@ -80,6 +80,20 @@ def test_demo_refuses_what_no_position_is_left_for(saved: Path) -> None:
     assert done.exit_code == 1 and "positions for 512: shorten" in " ".join(done.output.split()), done.output
 
 
+def test_demo_refuses_what_cannot_be_patched_before_transformers_answers(saved: Path, monkeypatch) -> None:
+    monkeypatch.setenv("FASTSPEC_CPU", "fast")
+    files = ["--head", str(saved / "head"), "--device", "cpu"]
+    done = run("demo", str(saved / "model"), *files, "--prompt", "w9 w12")
+    assert done.exit_code == 1 and "FASTSPEC_CPU" in done.output and "answered by" not in done.output, done.output
+
+
+@pytest.mark.parametrize("command", ["demo", "bench"])
+def test_a_prompt_that_is_no_utf_8_is_refused_by_its_place(saved: Path, command: str) -> None:
+    files = ["--head", str(saved / "head"), "--device", "cpu"]
+    done = run(command, str(saved / "model"), *files, "--prompt", os.fsdecode(b"w9 \xe9"))
+    assert done.exit_code == 1 and r"the prompt has '\udce9' at position 3" in done.output, done.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [

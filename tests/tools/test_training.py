@@ -220,7 +220,7 @@ def test_a_named_gpu_is_the_current_one_unless_processes_share_the_work(monkeypa
         "cuda",
         "cuda:1",
     ] and chosen == ["cuda:1"]
-    with pytest.raises(Unsupported, match="'cuda:2' is not there"):
+    with pytest.raises(Unsupported, match=r"'cuda:2' is not there.*docs/install\.md"):
         entry._use("cuda:2")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert entry._use("cuda") == "cuda"
