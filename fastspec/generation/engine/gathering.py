@@ -61,8 +61,8 @@ class Gathering:
         return MARGIN * ready**2 * median(self.rounds) < 2 * self.rate * going * self.saved
 
     def parting(self, held: int) -> float:
-        """Rounds' time that every round is taken to lose where so many prompts have rows which do not end together, over
-        rounds without drafts, whose rows would."""
+        """Rounds' time that every round is taken to lose where so many prompts have rows which do not end together,
+        over rounds without drafts, whose rows would."""
         spent = median(self.rounds) if self.rounds else 0.0
         if held < 2 or spent <= 0:  # a clock may be coarse
             return 0.0
