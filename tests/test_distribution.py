@@ -231,7 +231,7 @@ def test_a_heads_card_says_its_licence_and_its_model(card: Path) -> None:
         told["license"] == "apache-2.0"
         and told["base_model"].partition("/")[2].lower() in str(card).lower() + text.lower()
     )
-    assert "GSM8K's training split" in text  # its data are named
+    assert "openai/gsm8k" in told["datasets"] and "GSM8K's training split" in text
 
 
 def test_heads_are_in_a_package_of_their_own_under_the_names_that_find_them() -> None:
