@@ -70,15 +70,19 @@ def test_aims_of_stored_products_stand_beside_their_rows(script: Any) -> None:
     ]
     for found, aim in told:
         assert f"| {found} | {aim} |" in text, found
-    token, round = (
+    token, round, wide = (
         next(each for each in script.of("mtp_h200") if wanted.items() <= each.items())
         for wanted in (
             {"shape": "qwen3.5-9b", "method": "autoregressive"},
             {"shape": "qwen3.5-9b", "method": "mtp", "head_bits": 8},
+            {"shape": "qwen3.5-9b", "method": "mtp", "head_bits": 16},
         )
     )
     assert f"| 1.65 | {round['round_ms'] / token['round_ms']:.2f} |" in text
     assert f"| 1.22 | {round['score_ms'] / token['round_ms']:.2f} |" in text
+    assert f"| 1.9, 1.1 | {wide['draft_ms']:.2f}, {round['draft_ms']:.2f} |" in text
+    read = [1e-6 * each["drafter_read_bytes"] / each["read_gb_per_s"] for each in (wide, round)]
+    assert "which alone takes {:.2f} and {:.2f} ms".format(*read) in text
     assert f"takes {round['score_ms'] - token['round_ms']:.2f} ms more than a token" in text
     assert ms("nf4", 128) > ms("dense", 128) < ms("fp8", 128)
     kept = {

@@ -306,7 +306,7 @@ def test_no_file_is_an_exception_to_the_formatter() -> None:
 
 def test_no_docstring_begins_with_a_clause() -> None:
     """The first words name the thing: a reader of a listing learns what it is."""
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     found = [
         f"{path.relative_to(ROOT)}: {text[:60]}"
         for path in sorted(ROOT.rglob("*.py"))

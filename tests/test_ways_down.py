@@ -1,7 +1,7 @@
 """Ways of a head's path, a call's ids and its processors through the packages: into one above at most once, and back
 into a module that they had left at most four times.
 
-A value is where it, or a list of which it is one, is an argument of a call.
+A value has come to a module where a call has it, or a list with it, as an argument.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def model(tmp_path: Path) -> Any:
     return target
 
 
-def path_s(model: Any, folder: Path) -> list[Path]:
+def way_of_path(model: Any, folder: Path) -> list[Path]:
     fastspec.unpatch(model)
     path = folder / "head"
     return way(
@@ -58,7 +58,7 @@ def path_s(model: Any, folder: Path) -> list[Path]:
     )
 
 
-def ids_s(model: Any, folder: Path) -> list[Path]:
+def way_of_ids(model: Any, folder: Path) -> list[Path]:
     inputs = prompts(4, 9)
     start = inputs["input_ids"].data_ptr()
     return way(
@@ -67,7 +67,7 @@ def ids_s(model: Any, folder: Path) -> list[Path]:
     )
 
 
-def processor_s(model: Any, folder: Path) -> list[Path]:
+def way_of_processor(model: Any, folder: Path) -> list[Path]:
     one = RepetitionPenaltyLogitsProcessor(1.3)
     inputs = {**prompts(4, 9), "max_new_tokens": 12, "do_sample": True, "logits_processor": LogitsProcessorList([one])}
     return way(
@@ -76,7 +76,7 @@ def processor_s(model: Any, folder: Path) -> list[Path]:
     )
 
 
-@pytest.mark.parametrize("ways", [path_s, ids_s, processor_s], ids=["path", "ids", "processor"])
+@pytest.mark.parametrize("ways", [way_of_path, way_of_ids, way_of_processor], ids=["path", "ids", "processor"])
 def test_a_value_goes_up_once_and_back_four_times_at_the_most(model: Any, tmp_path: Path, ways: Any) -> None:
     modules = ways(model, tmp_path)
     floors = [FLOORS.index(path.parts[0]) for path in modules if path.parts[0] in FLOORS]

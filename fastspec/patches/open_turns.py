@@ -97,7 +97,7 @@ class OpenTurns(ABC):
         self.max_length = settings.max_length or min(LONGEST, position_limit(model.config) or LONGEST)
         self._together = TOGETHER if narrows else 1  # which would make roundings depend on the load
         self._gathering = None if self.verifies or ranks is not None else Gathering(self._together)
-        """How long prompts wait for others; by clocks, which processes do not share."""
+        """Waits of prompts for others, by clocks, which processes do not share."""
         self.stats = Stats(assistant=decoding.name, rows=rows)
         """Counts since the batch was opened."""
         self.turns = 0

@@ -216,7 +216,7 @@ def test_the_time_of_a_round_is_that_of_turns_with_nothing_else(monkeypatch):
     assert [alone for _, alone in turns[-4:]] == [False, False, True, True]
 
 
-def test_a_prompt_that_goes_on_behind_a_rows_text_does_not_wait(monkeypatch):
+def test_a_prompt_that_goes_on_after_a_rows_text_does_not_wait(monkeypatch):
     """It is read alone in any case."""
     stand_in(monkeypatch)
     monkeypatch.setattr(Gathering, "waits", lambda self, ready, going: self.waited < LONGEST)

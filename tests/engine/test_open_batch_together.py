@@ -95,7 +95,7 @@ def test_first_tokens_go_to_the_host_before_the_drafter_reads_and_rows_are_copie
 
 @pytest.mark.parametrize(("length", "waits"), [(80, 0), (3000, 1)], ids=["whole", "growing"])
 def test_a_prompt_is_read_at_once_where_buffers_need_not_grow(monkeypatch, device, length, waits):
-    """Behind a prefix whose copy is on its way, say: without a look at how many tokens there are."""
+    """After a prefix whose copy is on its way, say: without a look at how many tokens there are."""
     _, model = (each.to(device) for each in made())
     read, to_int, looks = Joining.read, torch.Tensor.__int__, list[int]()
 

@@ -391,6 +391,13 @@ def test_a_line_that_is_no_utf_8_is_refused_and_the_next_one_answered(command) -
     assert r"the prompt has '\udce9' at position 4" in done.output and done.output.count("tokens/s") == 1
 
 
+def test_standard_input_is_left_as_it_was_where_there_are_prompts(command, monkeypatch) -> None:
+    found = list[str | None]()
+    monkeypatch.setattr("fastspec.programs.chat.loop.converse", lambda *_, **__: found.append(sys.stdin.errors))
+    command(), command("--prompt", "w10")
+    assert found == ["surrogateescape", "strict"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [

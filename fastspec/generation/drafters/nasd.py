@@ -457,8 +457,7 @@ class NasdDrafter(HostDrafter):
             return int(self.tried == 0)
         self.listens = True
         self._foretell()
-        self.rule.parting = self.parting
-        rests = self.rule.rests(self.counting, self.timed) if self.dear else 0
+        rests = self.rule.rests(self.counting, self.timed, self.parting) if self.dear else 0
         if rests or not self.dear:
             return rests
         self._look_up()
@@ -469,8 +468,7 @@ class NasdDrafter(HostDrafter):
         if not self.ruled:
             return 0
         self._foretell()
-        self.rule.parting = self.parting
-        more = self.rule.rests_on(self.counting)
+        more = self.rule.rests_on(self.counting, self.parting)
         self.listens = more <= 1
         return more
 

@@ -45,8 +45,6 @@ WATCHED = 8
 """Rows at the most whose every token is held against what their storages have next; they stand for all."""
 MARGIN = 1.1
 """Tokens per cost that drafts have to promise, over those of a round without that has waited for a look-up."""
-
-
 WORTH, LATELY = 0.1, 1 / 256
 """Target passes a round that drafts are taken to bring at first, and the weight of a further round."""
 
@@ -77,9 +75,9 @@ class TimedDrafts:
         """Rounds since the last one with drafts."""
         self.hosted = False
         """True where the host had a part in choosing the last round's tokens, which takes longer."""
-        self.parting, self.worth, self.promised = 0.0, WORTH, 0.0
-        """Target passes a round that are lost where drafts let rows part, those that drafts bring beyond their own
-        cost, and those that they promise where there are none for that reason."""
+        self.worth, self.promised = WORTH, 0.0
+        """Target passes a round that drafts bring beyond their own cost, and those that they promise in rounds without
+        any."""
         self.waits, self.made, self.timed = False, 0.0, False
         """True where the next round has waited for the host; the seconds that captures took before it; and whether a
         clock may decide."""
@@ -151,19 +149,19 @@ class TimedDrafts:
         """Take what drafts brought in a round, or would have in so many."""
         self.worth += (1 - (1 - LATELY) ** rounds) * (brought - self.worth)
 
-    def rests(self, going: Sequence[bool], timed: bool) -> int:
+    def rests(self, going: Sequence[bool], timed: bool, parting: float) -> int:
         """Rounds without drafts that come next, where rows go on or not; 0: there may be drafts. `timed` says whether a
-        clock may decide."""
+        clock may decide; `parting` target passes a round are lost where drafts let rows part."""
         self.waits, self.timed = True, timed
         if timed and self.unseen <= 0:
             self.unseen = UNSEEN
             return SEEN
-        return 0 if self.left > 0 and max(0.0, self.worth) >= self.parting and self.pays(going) > 1 else RESTS
+        return 0 if self.left > 0 and max(0.0, self.worth) >= parting and self.pays(going) > 1 else RESTS
 
-    def rests_on(self, going: Sequence[bool]) -> int:
-        """Rounds without drafts behind the next one, which has none either."""
+    def rests_on(self, going: Sequence[bool], parting: float) -> int:
+        """Rounds without drafts after the next one, which has none either."""
         pays = self.pays(going, following=True) if self.left > 0 else 1.0
-        if pays >= self.begins and max(0.0, self.worth) >= self.parting:
+        if pays >= self.begins and max(0.0, self.worth) >= parting:
             self.promised = 0.0  # rounds with drafts follow, which are counted themselves
             return 0
         self.promised = max(0.0, pays - 1)

@@ -164,9 +164,9 @@ COSTS = {
 }
 """By device type. "cpu" is fitted to cpu_tree.jsonl (commit `c0f133b`), its host to the `draft` and `commit` of `nasd`
 in bench_cpu.jsonl; "cuda" to the stacks of 1, 8, 16 and 61 nodes of three models in stack_steps_h200.jsonl, its host to
-`draft` and `observe` in bench_steps_h200.jsonl (the same tag). `wait`, `row`, `node` and `count`, which grows beside a
-server's other threads, are estimates: no row of a GPU holds them. On the H200 8 nodes of SmolLM2 take 1.8 times as long
-as one, 10 of a model of 8 billion weights 1.06 times."""
+`draft` and `observe` in bench_steps_h200.jsonl (both of that commit). `wait`, `row`, `node` and `count`, which grows
+beside a server's other threads, are estimates: no row of a GPU holds them. On the H200 8 nodes of SmolLM2 take 1.8
+times as long as one, 10 of a model of 8 billion weights 1.06 times."""
 
 
 def cost_on(device: torch.device | str) -> Cost:

@@ -19,7 +19,7 @@ from fastspec.generation.capture import SPENT
 LONGEST = 2
 """Rounds at most that a prompt waits for others, beside one that is in flight by then."""
 MARGIN = 3.0
-"""Times over that a wait has to pay, and that parting is taken to cost: at once the price let n-grams lose 8 %."""
+"""Factor by which a wait has to pay, and which parting costs are multiplied by: by 1, n-grams lost 8 %."""
 LATELY = 256
 """Rounds after which what joined before counts for a third."""
 ROUNDS, PASSES, LEAST = 9, 32, 3
@@ -27,7 +27,7 @@ ROUNDS, PASSES, LEAST = 9, 32, 3
 UNKNOWN = 0.5
 """Share of a pass that does not hang on its tokens, before passes of other numbers of tokens were timed."""
 PARTED, AGO = 2.0, 64
-"""Prompts of a pass where rows have parted, before passes were counted at most so many rounds after drafts."""
+"""Prompts of a pass where rows have parted, before any was counted, and rounds after drafts in which passes count."""
 RENEWED = 1 / 16
 """Weight of a further pass and of a further answer."""
 
@@ -51,7 +51,7 @@ class Gathering:
         self.group, self.since = PARTED, AGO
         """Prompts of a pass where rounds have drafts, and rounds since the last one that had some."""
         self.alike, self.length = 0.0, 0
-        """Share of answers that were as long as the one that ended before, and the length of the last."""
+        """Share of answers about as long as the one that ended before, and the length of the last."""
 
     def waits(self, ready: int, going: int) -> bool:
         """True where prompts that are `ready` wait another round, while so many rows go on: by the number of a group

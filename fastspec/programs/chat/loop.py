@@ -97,7 +97,7 @@ def run_chat(
     lines: Iterable[str] = prompts or sys.stdin
     if not prompts and sys.stdin.isatty():
         lines = terminal_lines(chat)
-    elif isinstance(sys.stdin, io.TextIOWrapper):
+    elif not prompts and isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # a line that is no UTF-8 is refused, and the next one read
     converse(chat, lines, console, strict=bool(prompts))
     return chat
