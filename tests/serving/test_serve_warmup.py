@@ -71,7 +71,7 @@ def test_a_server_warms_up_before_its_port_opens(seen: dict[str, Any]) -> None:
     done = CliRunner().invoke(app, [*arguments, "--warmup"])
     assert done.exit_code == 0, done.output
     assert (
-        "10 of 10 calls" in done.output and "warmed up in" in done.output
+        "11 of 11 calls" in done.output and "warmed up in" in done.output
     )  # prompts of 32, 64, 128, 176; rows 1, 2, 3, each twice
     assert seen["widths"] == {1, 2, 3} and seen["joined"] == 0
     assert seen["frozen"] > 100_000 and gc.get_freeze_count() == 0, (

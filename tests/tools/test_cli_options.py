@@ -83,7 +83,8 @@ def test_commands_that_load_a_model_take_a_device_and_a_backend(
     def patch(model: object, *, backend: str = "auto", **options: object) -> None:
         raise Unsupported(f"asked for {backend}")
 
-    monkeypatch.setattr(fastspec, "patch", patch)
+    for name in ("patch", "patched"):
+        monkeypatch.setattr(fastspec, name, patch)
     refused = run(
         *command,
         *named,
