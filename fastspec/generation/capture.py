@@ -181,8 +181,8 @@ class CapturedByShape(Generic[Result]):
 NARROWEST = 32
 """Tokens that a shorter chunk of a prompt is padded to."""
 FINE = range(65, 513)
-"""Widths with another between two powers of two: passes of fewer tokens take as long as those of a power, also of eight
-prompts, and wider chunks of a prompt are powers themselves."""
+"""Widths with another between two powers of two. Passes of fewer tokens take the time of their weights; wider chunks of
+a prompt are powers themselves."""
 
 
 def padded_width(width: int) -> int:

@@ -15,6 +15,7 @@ import fastspec
 from fastspec.generation.engine import gathering
 from fastspec.generation.engine.gathering import LONGEST, MARGIN, Gathering
 from fastspec.generation.engine.rounds import Rounds
+from fastspec.patches.hf.changes import WeightSample
 
 
 @pytest.fixture
@@ -217,8 +218,10 @@ def test_the_time_of_a_round_is_that_of_turns_with_nothing_else(monkeypatch):
 
 
 def test_a_prompt_that_goes_on_after_a_rows_text_does_not_wait(monkeypatch):
-    """It is read alone in any case."""
+    """It is read alone in any case; weights, for which the host waits for the device, are looked at once."""
     stand_in(monkeypatch)
+    looked, holds = list[WeightSample](), WeightSample.holds
+    monkeypatch.setattr(WeightSample, "holds", lambda self: (looked.append(self), holds(self))[1])
     monkeypatch.setattr(Gathering, "waits", lambda self, ready, going: self.waited < LONGEST)
     waited, read = list[tuple[bool, int]](), Rounds._read_alone
 
@@ -240,4 +243,4 @@ def test_a_prompt_that_goes_on_after_a_rows_text_does_not_wait(monkeypatch):
         assert told([batch.submit(turn, max_new_tokens=2, **GREEDY)]) == [alone(plain, turn, 2)]
         told([goes_on])
     assert [prefix for prefix, _ in waited] == [False, False, False, True]
-    assert waited[2][1] >= LONGEST and waited[3][1] <= 1
+    assert waited[2][1] >= LONGEST and waited[3][1] <= 1 and len(looked) == 1

@@ -116,13 +116,14 @@ class PrefixCache(Generic[TargetT]):
 
     def find(self, prompt: Tensor) -> Prefix | None:
         """The longest prefix of a prompt [T], on the host, that a row holds."""
-        found = self._find(prompt)
+        found = self.match(prompt)
         if found is not None and not self.unchanged():
             self.forget()
             return None
         return found
 
-    def _find(self, prompt: Tensor) -> Prefix | None:
+    def match(self, prompt: Tensor) -> Prefix | None:
+        """The same by texts alone: waits for no device to look at weights."""
         best: Prefix | None = None
         if self.least is None:
             return best
@@ -268,6 +269,11 @@ class PrefixBatch(Batch):
     def prefix(self) -> Prefix | None:
         """The first tokens of the next prompt that a row has read."""
         return self.prefixes.find(self.text_ahead(0)) if self.prefixes.least is not None else None
+
+    @property
+    def continues(self) -> bool:
+        """True where a row has the first tokens of the next prompt, whatever has become of weights since."""
+        return self.prefixes.match(self.text_ahead(0)) is not None
 
     def row_for(self, prefix: Prefix) -> int:
         """The free row that a prompt takes which begins with a prefix."""

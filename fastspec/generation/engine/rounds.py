@@ -175,7 +175,7 @@ class Rounds(Generic[TargetT]):
         if gathering is not None and free and self.batch.reads_together:
             going = sum(self.batch.running)
             may = going and self._groups(max(self.batch.ahead(free))) and gathering.waits(free, going)
-            return not may or self.batch.prefix() is not None  # which is read alone in any case
+            return not may or self.batch.continues  # and is read alone in any case
         gathered = self.gathered if self.batch.reads_together else 1
         return free > 0 and (free >= len(self.batch.ahead(gathered)) or not any(self.batch.running))
 
