@@ -33,7 +33,7 @@ def known(clock: Any, *, every: int, one: float = 4.0, two: float = 4.2, rounds:
     for number in range(rounds):
         if number % every == 0:
             count = 1 + (number // every % 4 == 0)
-            with found.reading(count, 128 * count):
+            with found.reading([128] * count):
                 clock.ms += one if count == 1 else two
             found.end(100)
         clock.ms += 3.0
@@ -48,6 +48,24 @@ def test_prompts_wait_where_many_rows_go_on_and_others_come_soon(clock):
     assert not known(clock, every=100).waits(1, 31)
     assert not known(clock, every=4, two=8.0).waits(1, 31), "two passes take no longer than one of two prompts"
     assert not Gathering(8).waits(1, 31)
+
+
+def test_padding_of_prompts_that_join_others_is_no_gain(clock):
+    """Where a pass takes as long as its tokens say, as that of a large model does, prompts of other widths save less
+    than its fixed part, or nothing."""
+    found = known(clock, every=4)
+    for widths in [[96], [192]] * 8 + [[192, 96]] * 16:
+        with found.reading(widths):
+            clock.ms += 1.0 + 0.02 * len(widths) * max(widths)
+    assert found.saved == 0.0 and not found.waits(1, 31)
+    for widths in [[192, 192]] * 9:
+        with found.reading(widths):
+            clock.ms += 1.0 + 0.02 * len(widths) * max(widths)
+    assert found.saved == pytest.approx(1.0) and found.waits(1, 31)
+    for _ in range(9):
+        with found.reading([64, 64]):  # which tells nothing: no pass has read 64 alone
+            clock.ms += 1.0
+    assert found.saved == pytest.approx(1.0)
 
 
 def test_the_group_is_the_one_that_costs_all_rows_least(clock):
@@ -68,14 +86,14 @@ def test_a_prompt_waits_a_few_rounds_at_most(clock):
 def test_what_captures_take_and_where_none_was_timed(clock, monkeypatch):
     found = Gathering(8)
     for _ in range(5):
-        with found.reading(1, 128):
+        with found.reading([128]):
             clock.ms += 4.0
         found.ran(False, False, False)
     assert found.saved == pytest.approx(2.0) and not found.rounds
-    with found.reading(1, 128):
+    with found.reading([128]):
         clock.ms += 900.0
         monkeypatch.setattr(gathering.SPENT, "captures", gathering.SPENT.captures + 0.9)
-    assert max(found.passes) == (128, pytest.approx(4.0))
+    assert max(found.alone[128]) == pytest.approx(4.0)
 
 
 def test_rows_that_part_cost_where_answers_are_alike(clock):
@@ -117,9 +135,7 @@ def test_prompts_that_wait_say_what_they_would(monkeypatch, assistant):
 
     read = Gathering.reading
     monkeypatch.setattr(Gathering, "waits", waiting)
-    monkeypatch.setattr(
-        Gathering, "reading", lambda self, count, tokens: (counts.append(count), read(self, count, tokens))[1]
-    )
+    monkeypatch.setattr(Gathering, "reading", lambda self, widths: (counts.append(len(widths)), read(self, widths))[1])
     plain, model = made()
     ids = texts(*(5 + place % 7 for place in range(24)))
     with fastspec.continuous(model, assistant, rows=4, max_length=80) as batch:

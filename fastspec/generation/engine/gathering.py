@@ -1,7 +1,8 @@
 """Prompts of an open batch that wait a few rounds for others, to be read in one pass with them.
 
-All rows stand still while a pass reads prompts, one or eight of them in much the same time. So the time that a prompt
-waits is worth less than the pass that it saves where many rows go on and other prompts are about to come. Rows that
+All rows stand still while a pass reads prompts; one that reads several short ones takes not much longer, one whose
+time is that of its tokens as long, and longer where they are padded. So the time that a prompt waits is worth less than
+what it saves where passes are measured to gain, many rows go on and other prompts are about to come. Rows that
 began together end together where answers are of equal length, and bring such prompts at once: drafts, which let rows
 part, cost that.
 """
@@ -9,10 +10,10 @@ part, cost that.
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from statistics import linear_regression, median
+from statistics import median
 
 from fastspec.generation.capture import SPENT
 
@@ -22,10 +23,10 @@ MARGIN = 3.0
 """Factor by which a wait has to pay, and which parting costs are multiplied by: by 1, n-grams lost 8 %."""
 LATELY = 256
 """Rounds after which what joined before counts for a third."""
-ROUNDS, PASSES, LEAST = 9, 32, 3
-"""Rounds and passes whose times are used, and passes before any are."""
+ROUNDS, PASSES, LEAST = 9, 16, 3
+"""Rounds, and passes of one prompt of a width and of several, whose times are used; passes before any are."""
 UNKNOWN = 0.5
-"""Share of a pass that does not hang on its tokens, before passes of other numbers of tokens were timed."""
+"""Share of a pass that a prompt saves which joins another's, before such passes were timed."""
 PARTED, AGO = 2.0, 64
 """Prompts of a pass where rows have parted, before any was counted, and rounds after drafts in which passes count."""
 RENEWED = 1 / 16
@@ -38,10 +39,12 @@ class Gathering:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.passes: deque[tuple[int, float]] = deque(maxlen=PASSES)
-        """Tokens of the last passes, padding counted, and their milliseconds."""
+        self.alone: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=PASSES))
+        """Milliseconds of the last passes that read one prompt, by the width that it was padded to."""
+        self.together: deque[tuple[tuple[int, ...], float]] = deque(maxlen=PASSES)
+        """Widths that the prompts of the last other passes would have been padded to alone, and milliseconds."""
         self.saved = 0.0
-        """Milliseconds of a pass that do not hang on its tokens, which are saved where one takes the place of two."""
+        """Milliseconds that a prompt saves which joins the pass of another, its padding counted."""
         self.rounds: deque[float] = deque(maxlen=ROUNDS)
         """Milliseconds of the last turns that read no prompt, from tokens to tokens."""
         self.ended: float | None = None
@@ -70,25 +73,31 @@ class Gathering:
         return MARGIN * self.alike * self.rate * passes * (1 - 1 / held) * self.saved / spent
 
     @contextmanager
-    def reading(self, count: int, tokens: int) -> Iterator[None]:
-        """Block that reads so many prompts in one pass of so many tokens."""
+    def reading(self, widths: Sequence[int]) -> Iterator[None]:
+        """Block that reads prompts in one pass, which alone would be padded to these widths."""
         began, made = time.perf_counter(), SPENT.first_runs + SPENT.captures
         yield
-        self.joined += count
+        self.joined += len(widths)
         if made == SPENT.first_runs + SPENT.captures:
-            self.passes.append((tokens, 1e3 * (time.perf_counter() - began)))
-            self.saved = self._fixed()
+            spent = 1e3 * (time.perf_counter() - began)
+            if len(widths) == 1:
+                self.alone[widths[0]].append(spent)
+            else:
+                self.together.append((tuple(widths), spent))
+            self.saved = self._saving()
         if self.since < AGO:
-            self.group += RENEWED * (count - self.group)
+            self.group += RENEWED * (len(widths) - self.group)
 
-    def _fixed(self) -> float:
-        if len(self.passes) < LEAST:
+    def _saving(self) -> float:
+        alone = {width: median(spent) for width, spent in self.alone.items()}
+        if sum(map(len, self.alone.values())) < LEAST:
             return 0.0
-        tokens, spent = [count for count, _ in self.passes], [ms for _, ms in self.passes]
-        if len({*tokens}) == 1:
-            return UNKNOWN * min(spent)
-        fixed: float = linear_regression(tokens, spent).intercept
-        return min(max(0.0, fixed), *spent)
+        found = [
+            (sum(alone[width] for width in widths) - spent) / (len(widths) - 1)
+            for widths, spent in self.together
+            if alone.keys() >= {*widths}
+        ]
+        return max(0.0, median(found)) if found else UNKNOWN * min(alone.values())
 
     def end(self, length: int) -> None:
         """An answer of so many tokens has ended."""

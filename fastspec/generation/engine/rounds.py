@@ -231,7 +231,7 @@ class Rounds(Generic[TargetT]):
         block = (
             nullcontext()
             if gathering is None or not self._groups(longest)
-            else gathering.reading(len(taken), len(taken) * padded_width(longest))
+            else gathering.reading([padded_width(ids.shape[1]) for *_, ids in taken])
         )
         with block:
             return self._read_alone(taken[0], room) if len(taken) == 1 else self._read_together(taken)
