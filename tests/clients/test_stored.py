@@ -137,6 +137,9 @@ KINDS: dict[str, Load] = {
     "compressed-tensors, mixed": compressed(only={"down_proj": 8}, num_bits=4, strategy="group", group_size=32),
     "bitsandbytes nf4": bitsandbytes(bnb_4bit_quant_type="nf4"),
     "bitsandbytes nf4, nested": bitsandbytes(bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
+    "bitsandbytes nf4, in words of bf16": bitsandbytes(
+        bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=torch.bfloat16
+    ),
     "bitsandbytes fp4": bitsandbytes(bnb_4bit_quant_type="fp4"),
 }
 ROUNDED: dict[str, Load] = {

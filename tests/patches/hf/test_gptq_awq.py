@@ -28,7 +28,7 @@ from fastspec.kernels.quantised.reference import dequantised
 from fastspec.models import load_model
 from fastspec.patches.hf.changes import weights_digest
 from fastspec.patches.hf.compat import dtype_of
-from fastspec.patches.hf.gptq_awq import AWQ, GPTQ, GPTQ_V2, PackedLinear, for_file, from_file
+from fastspec.patches.hf.gptq_awq import AWQ, GPTQ, GPTQ_V2, TENSORS, PackedLinear, for_file, from_file
 from fastspec.patches.hf.quantised import read
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": 1000}
@@ -300,6 +300,18 @@ def test_scales_stay_as_the_file_has_them(tmp_path, dtype):
     state = model.state_dict()
     assert all(torch.equal(state[key], first[key]) for key in first if ".layers." in key and "norm" not in key)
     assert model(**prompts(4)).logits.dtype == dtype
+
+
+def test_a_cast_leaves_scales_as_the_file_has_them(tmp_path):
+    """bf16 holds fewer digits than their fp16: the weights would be others."""
+    written(plain("qwen2"), tmp_path, V1)
+    model = loaded(tmp_path)
+    first = {name: each.clone() for name, each in model.state_dict().items() if name.endswith(TENSORS)}
+    for cast in (model.to(torch.bfloat16), model.bfloat16()):
+        assert dtype_of(cast) == slots(cast)[0].bias.dtype == torch.bfloat16
+        state = cast.state_dict()
+        assert all(torch.equal(state[name], each) and state[name].dtype == each.dtype for name, each in first.items())
+    assert slots(model.to("meta"))[0].scales.is_meta
 
 
 def test_a_state_is_loaded_as_a_file_is(tmp_path):
