@@ -29,6 +29,7 @@ from fastspec.models import load_model
 from fastspec.patches.hf.changes import weights_digest
 from fastspec.patches.hf.compat import dtype_of
 from fastspec.patches.hf.gptq_awq import AWQ, GPTQ, GPTQ_V2, TENSORS, PackedLinear, for_file, from_file
+from fastspec.patches.hf.packed_loading import has_zero_points
 from fastspec.patches.hf.quantised import read
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": 1000}
@@ -503,3 +504,16 @@ def test_other_quantisers_are_transformers_own(tmp_path):
         pytest.raises((ImportError, RuntimeError), match=r"optimum|GPU"),
     ):
         loaded(tmp_path, quantization_config=GPTQConfig(bits=4))
+
+
+@pytest.mark.parametrize("given", [{"dequantize": True}, {"quant_method": "awq"}, {"config_groups": None}, None])
+def test_zero_points_of_compressed_tensors_alone_are_taken_over(given):
+    """Not where transformers unpacks them itself, nor another method's; tests/clients loads files of the library."""
+    groups: dict[str, Any] = {
+        "all": {"targets": ["Linear"], "weights": {"num_bits": 4, "symmetric": False}},
+        "none": {"weights": None},
+    }
+    whole = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    assert has_zero_points(whole | (given or {})) == (given is None)
+    groups["all"]["weights"]["symmetric"] = True
+    assert not has_zero_points(whole)
