@@ -295,25 +295,25 @@ def test_scales_of_fp8_stand_for_blocks_lines_and_all() -> None:
 
 @pytest.mark.parametrize("made", ["FP8Linear", "Params4bit"])
 def test_a_layer_beside_quantised_ones_keeps_its_weights(made: str, tmp_path: Path) -> None:
-    """In the target's dtype, whatever its own weights are stored in."""
+    """In the target's dtype, whatever its own weights and LM head are stored in."""
     model, _ = loaded("qwen3_5_text", tmp_path)
     path = tmp_path / "model.safetensors"
     save_file({key: each.bfloat16() if "mtp." in key else each for key, each in load_file(path).items()}, path)
-    dense = load_mtp(True, model).module.state_dict()
-    layers = [(parent, name, each) for parent in model.model.layers.modules() for name, each in parent.named_children()]
+    dense = load_mtp(True, model)
+    layers = [(parent, *each) for parent in model.modules() for each in parent.named_children()]
     for parent, name, each in layers:
-        if type(each) is torch.nn.Linear and made == "FP8Linear":
+        if type(each) is torch.nn.Linear and made == "FP8Linear" and each is not model.lm_head:
             stored = FP8Linear(each.in_features, each.out_features, block_size=(16, 16))
-            stored.weight.data, stored.weight_scale_inv.data = (
-                each.weight.to(torch.float8_e4m3fn),
-                torch.ones(stored.weight_scale_inv.shape),
-            )
+            stored.weight.data = each.weight.to(torch.float8_e4m3fn)
+            stored.weight_scale_inv.data = torch.ones(stored.weight_scale_inv.shape)
             setattr(parent, name, stored)
-        elif type(each) is torch.nn.Linear:
+        elif type(each) is torch.nn.Linear and made == "Params4bit":
             words = torch.zeros(each.weight.numel() // 4, 1, dtype=torch.bfloat16)
             each.weight = torch.nn.Parameter(words, requires_grad=False)
-    read = load_mtp(True, model).module.state_dict()
-    assert all(torch.equal(read[name], each) and read[name].dtype == each.dtype for name, each in dense.items())
+    read = load_mtp(True, model)
+    first, second = dense.module.state_dict(), read.module.state_dict()
+    assert all(torch.equal(second[name], each) and second[name].dtype == each.dtype for name, each in first.items())
+    assert read.rows == dense.rows and read.config.vocab_size == dense.config.vocab_size
     if made == "FP8Linear":
         fastspec.patch(model, mtp=True, stored=True)
         one, drafted = (
