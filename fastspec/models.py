@@ -66,12 +66,12 @@ def load_model(
     `name` is "smollm2-135m-instruct" (from the installed package), a path ending in .gguf, a directory, or a hub id.
     `dtype` defaults to fp32 on the CPU and bf16 elsewhere; weights of a GGUF are unpacked to it. `tokenizer` is taken
     for a directory without one. Further options go to `from_pretrained`; with a `device_map`, a quantisation or the
-    options of `cut_over` the model stays where that puts it. GPTQ and AWQ checkpoints are read without their packages
-    (docs/guide/quantised.md), unless a quantisation is given. With `packed` the experts of gpt-oss stay in MXFP4, a
-    quarter of the memory, and each pass dequantises what it reads; None keeps them where transformers would dequantise
-    them and the device reads them the faster in 16 bits (an H200), or has too little memory; False leaves them to
-    transformers. Raises `Unsupported` when there is no such model, and before its weights are read where memory is too
-    small.
+    options of `cut_over` the model stays where that puts it. GPTQ and AWQ checkpoints are read without their packages,
+    and compressed-tensors' zero points (docs/guide/quantised.md), unless a quantisation is given. With `packed` the
+    experts of gpt-oss stay in MXFP4, a quarter of the memory, and each pass dequantises what it reads; None keeps them
+    where transformers would dequantise them and the device reads them the faster in 16 bits (an H200), or has too
+    little memory; False leaves them to transformers. Raises `Unsupported` when there is no such model, and before its
+    weights are read where memory is too small.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedConfig

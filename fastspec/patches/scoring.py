@@ -94,6 +94,7 @@ def _session(model: Any) -> tuple[Any, PatchSession]:
         raise Unsupported(f"log_probs reads texts of tokens alone, and {type(model).__name__} reads more than these")
     if group_of(model) is not None:
         raise Unsupported(f"log_probs is for one process, and several hold this {type(model).__name__}")
+    session.unpack(model)
     return model, session
 
 

@@ -14,7 +14,7 @@ from helpers.cascade import NAMED, trained
 from helpers.clients import MARKS, QUESTIONS, asked
 from helpers.cut_torchao import compare
 from helpers.generate import prompts
-from helpers.gptq import Recipe, written
+from helpers.gptq import Recipe, tensors_of, written
 from helpers.models import tiny_head, tiny_model
 from helpers.pages import snippets
 from helpers.patch import assert_same, snapshot
@@ -116,11 +116,9 @@ def compressed(activations: bool = False, only: dict[str, int] | None = None, **
                 layer.weight_zero_point.data.copy_(zero.view_as(layer.weight_zero_point))
         packer, path = ModelCompressor.from_pretrained_model(model), folder.parent / "compressed"
         packer.compress_model(model)
-        if not args.get("symmetric", True):  # which transformers 5.24 refuses to load: it expects unpacked zero points
-            return model
         model.save_pretrained(path)
         packer.update_config(path)
-        return loaded(path)
+        return loaded(path) if args.get("symmetric", True) else load_model(str(path), tokenizer="none")[0]
 
     return load
 
@@ -137,6 +135,9 @@ KINDS: dict[str, Load] = {
     "compressed-tensors, mixed": compressed(only={"down_proj": 8}, num_bits=4, strategy="group", group_size=32),
     "bitsandbytes nf4": bitsandbytes(bnb_4bit_quant_type="nf4"),
     "bitsandbytes nf4, nested": bitsandbytes(bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
+    "bitsandbytes nf4, in words of bf16": bitsandbytes(
+        bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=torch.bfloat16
+    ),
     "bitsandbytes fp4": bitsandbytes(bnb_4bit_quant_type="fp4"),
 }
 ROUNDED: dict[str, Load] = {
@@ -272,6 +273,23 @@ def test_a_layout_dequantises_as_its_library_does(plain, kind):
         else:
             wanted = held.dequantize() if hasattr(held, "qdata") else held.data
         assert torch.equal(weight, wanted), name
+
+
+@pytest.mark.parametrize(
+    "args", [{"num_bits": 8, "strategy": "channel"}, {"num_bits": 4, "strategy": "group", "group_size": 32}], ids=str
+)
+def test_zero_points_are_read_where_transformers_refuses_them(plain, args, tmp_path):
+    """Those of compressed-tensors, as its file has them, beside layers of another format; saved and read again."""
+    model = compressed(symmetric=False, only={"down_proj": 8}, **args)(plain)
+    path = plain.parent / "compressed"
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        loaded(path)
+    state, files = model.state_dict(), tensors_of(path)
+    assert sum(key.endswith("weight_zero_point") for key in files) == 7 * LAYERS
+    assert all(torch.equal(state[key], each) and state[key].dtype == each.dtype for key, each in files.items())
+    fastspec.patch(model, stored=True).save_pretrained(tmp_path)
+    assert model.config.quantization_config.quant_method == "compressed-tensors"
+    assert bits(load_model(str(tmp_path), tokenizer="none")[0]) == bits(model)
 
 
 def test_int8_of_bitsandbytes_dequantises_as_its_library_does(plain):

@@ -32,6 +32,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.cache_utils import DynamicCache
+from transformers.integrations.finegrained_fp8 import FP8Linear
 from transformers.modeling_layers import MtpModel
 from typer.testing import CliRunner
 
@@ -48,6 +49,7 @@ from fastspec.patches.assistants.mtp import load_mtp
 from fastspec.patches.assistants.smaller_heads import read_list, with_vocabulary
 from fastspec.patches.backends import TORCH, counted
 from fastspec.patches.hf.cache import CACHE
+from fastspec.patches.hf.checkpoint_files import dense_float8
 from fastspec.patches.session import session_of
 from fastspec.programs.cli.app import app
 
@@ -234,6 +236,91 @@ def test_images(kind: str, tmp_path: Path) -> None:
     with fastspec.patched(model):
         assert torch.equal(plain, model.generate(**inputs, max_new_tokens=10, do_sample=False, assistant=TREE))
         assert fastspec.report(model).last.rounds > 0
+
+
+def in_float8(tensors: dict[str, Tensor], scaled: str) -> dict[str, Tensor]:
+    """Tensors of an MTP layer with its matrices in FP8, a scale for each block of 128 x 128, for each line or for
+    all."""
+    found = dict(tensors)
+    for key, weight in tensors.items():
+        if weight.dim() == 2 and not key.endswith(("gate.weight", "embed_tokens.weight")):
+            largest = weight.abs().amax(1, keepdim=True) if scaled == "lines" else weight.abs().max().view(1, 1)
+            found[key] = (weight * 448 / largest).to(torch.float8_e4m3fn)
+            name, scale = ("weight_scale_inv", largest) if scaled == "blocks" else ("weight_scale", largest.bfloat16())
+            found[key.replace("weight", name)] = (scale.view(()) if scaled == "all" else scale) / 448
+            if scaled == "all":
+                found[key.replace("weight", "input_scale")] = torch.ones(())
+    return found
+
+
+@pytest.mark.parametrize(("kind", "scaled"), [("qwen3_5_text", "blocks"), ("glm4_moe", "lines"), ("qwen3_next", "all")])
+def test_a_layer_of_fp8_is_read(kind: str, scaled: str, tmp_path: Path) -> None:
+    """As Qwen, DeepSeek and GLM ship it, experts one by one: it drafts as before it was rounded."""
+    model, _ = loaded(kind, tmp_path)
+    layers = model.config.num_hidden_layers
+    dense = load_mtp(True, model).module.state_dict()
+    path = tmp_path / "model.safetensors"
+    held = load_file(path)
+    mine = {key: each for key, each in held.items() if key.startswith(("mtp.", f"model.layers.{layers}."))}
+    save_file(held | in_float8(mine, scaled), path, metadata={"format": "pt"})
+    read = load_mtp(True, model).module.state_dict()
+    for name, each in dense.items():
+        torch.testing.assert_close(read[name], each, rtol=2**-4 + 2**-7, atol=float(each.abs().max()) / 2**8)
+    inputs, options = prompts(5), {"max_new_tokens": 10, "do_sample": False}
+    expected = model.generate(**inputs, **options)
+    fastspec.patch(model, mtp=True)
+    assert torch.equal(model.generate(**inputs, **options, assistant=TREE), expected)
+    assert fastspec.report(model).last.acceptance_length > 2
+
+
+def test_scales_of_fp8_stand_for_blocks_lines_and_all() -> None:
+    codes = torch.randn(300, 200).to(torch.float8_e4m3fn)
+    for name, scale in (
+        ("weight_scale_inv", torch.rand(3, 2).to(torch.float8_e8m0fnu)),
+        ("weight_scale_inv", torch.rand(3, 2)),
+        ("weight_scale", torch.rand(300, 1).bfloat16()),
+        ("weight_scale", torch.rand(300)),
+        ("weight_scale", torch.rand(1)),
+    ):
+        wide = (
+            scale.float().repeat_interleave(128, 0).repeat_interleave(128, 1)[:300, :200] if len(scale) == 3 else None
+        )
+        wide = scale.float().view(-1, 1) if wide is None else wide
+        found = dense_float8({"a.weight": codes, f"a.{name}": scale, "a.input_scale": scale, "b.weight_scale": scale})
+        assert found.keys() == {"a.weight", "b.weight_scale"}
+        assert torch.equal(found["a.weight"], (codes.float() * wide).bfloat16())
+    other = {"a.weight": codes, "a.weight_scale_inv": torch.rand(5, 4)}
+    assert dense_float8(other) == other
+
+
+@pytest.mark.parametrize("made", ["FP8Linear", "Params4bit"])
+def test_a_layer_beside_quantised_ones_keeps_its_weights(made: str, tmp_path: Path) -> None:
+    """In the target's dtype, whatever its own weights and LM head are stored in."""
+    model, _ = loaded("qwen3_5_text", tmp_path)
+    path = tmp_path / "model.safetensors"
+    save_file({key: each.bfloat16() if "mtp." in key else each for key, each in load_file(path).items()}, path)
+    dense = load_mtp(True, model)
+    layers = [(parent, *each) for parent in model.modules() for each in parent.named_children()]
+    for parent, name, each in layers:
+        if type(each) is torch.nn.Linear and made == "FP8Linear" and each is not model.lm_head:
+            stored = FP8Linear(each.in_features, each.out_features, block_size=(16, 16))
+            stored.weight.data = each.weight.to(torch.float8_e4m3fn)
+            stored.weight_scale_inv.data = torch.ones(stored.weight_scale_inv.shape)
+            setattr(parent, name, stored)
+        elif type(each) is torch.nn.Linear and made == "Params4bit":
+            words = torch.zeros(each.weight.numel() // 4, 1, dtype=torch.bfloat16)
+            each.weight = torch.nn.Parameter(words, requires_grad=False)
+    read = load_mtp(True, model)
+    first, second = dense.module.state_dict(), read.module.state_dict()
+    assert all(torch.equal(second[name], each) and second[name].dtype == each.dtype for name, each in first.items())
+    assert read.rows == dense.rows and read.config.vocab_size == dense.config.vocab_size
+    if made == "FP8Linear":
+        fastspec.patch(model, mtp=True, stored=True)
+        one, drafted = (
+            model.generate(**prompts(5), max_new_tokens=10, do_sample=False, assistant=each)
+            for each in ("autoregressive", TREE)
+        )
+        assert torch.equal(one, drafted)
 
 
 def broken(folder: Path, **changes: Tensor | None) -> None:

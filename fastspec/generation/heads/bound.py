@@ -42,6 +42,15 @@ class Sizes(NamedTuple):
     """The width of the embedding and of the LM head's input: OPT's may be another than that of the hidden states."""
 
 
+def rows_in(module: Any) -> int | None:
+    """Rows of an embedding or an LM head: its weight's, or where it packs that its own figure; None without either."""
+    weight = getattr(module, "weight", None)
+    shape = tuple(weight.shape) if isinstance(weight, Tensor) else ()
+    if isinstance(module, nn.Linear) and shape[1:] != (module.in_features,):
+        return module.out_features
+    return shape[0] if shape else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class TargetParts:
     """Parts of a target that a head is fitted and bound to. `lm_head_device` is where the LM head computes."""
@@ -63,16 +72,13 @@ class TargetParts:
         """Rows of embedding and LM head. Raises Unsupported without a weight, but for packed linear layers."""
         found = []
         for name, module in (("embedding", self.embedding), ("LM head", self.lm_head)):
-            weight = getattr(module, "weight", None)
-            if isinstance(module, nn.Linear) and not isinstance(weight, Tensor):
-                found.append(module.out_features)
-                continue
-            if not isinstance(weight, Tensor):
+            rows = rows_in(module)
+            if rows is None:
                 raise Unsupported(
                     f"a drafting head needs the size of its target's {name}, and that of this {self.name} is a "
                     f"{type(module).__name__} without a weight: use autoregressive, nasd or speculative"
                 )
-            found.append(weight.shape[0])
+            found.append(rows)
         return found[0], found[1]
 
 

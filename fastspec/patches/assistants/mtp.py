@@ -36,7 +36,7 @@ from fastspec.patches.assistants.probe import default_prompt, states_of
 from fastspec.patches.backends import TORCH
 from fastspec.patches.call.ranks import by_first
 from fastspec.patches.hf.cache import cache_argument, kept_cache
-from fastspec.patches.hf.checkpoint_files import WRAPPED, revision_of
+from fastspec.patches.hf.checkpoint_files import WRAPPED, dense_float8, revision_of
 from fastspec.patches.hf.config_fields import layer_shapes
 from fastspec.patches.hf.families import ADAPTERS, Adapter
 from fastspec.patches.hf.modes import decoder_of, mode_for
@@ -184,8 +184,8 @@ def saved_mtp(head: MtpHead) -> dict[str, Tensor]:
 
 
 def read_mtp(where: str, num_layers: int, *, revision: str | None = None) -> tuple[MtpForm, dict[str, Tensor]]:
-    """The MTP layer in the checkpoint of a model of so many layers, under the names of `MtpHead`; nothing else is read.
-    Raises CheckpointError where there is none, or one for every draft."""
+    """The MTP layer in the checkpoint of a model of so many layers, under the names of `MtpHead`, of FP8 in bf16;
+    nothing else is read. Raises CheckpointError where there is none, or one for every draft."""
     found = _found(where, num_layers, revision)
     if found is None:
         if blocks := sorted(key for _, keys, _ in _files(where, revision) for key in keys if BLOCKS.search(key)):
@@ -204,10 +204,10 @@ def read_mtp(where: str, num_layers: int, *, revision: str | None = None) -> tup
             "use 'nasd' or 'speculative'"
         )
     names = {key: name for _, own in by_file for key, name in own.items()}
-    state = {names[key]: tensor for key, tensor in _tensors(by_file).items()}
+    state = dense_float8({names[key]: tensor for key, tensor in _tensors(by_file).items()})
     if coded := sorted(name for name, each in state.items() if each.dtype not in FLOATS or CODED.search(name)):
         raise CheckpointError(
-            f"{where} holds its MTP weights quantised ({some(coded)}), and they are read in 16 or 32 bits: "
+            f"{where} holds its MTP weights quantised ({some(coded)}), and they are read in FP8, 16 or 32 bits: "
             "fastspec.patch(model, mtp=PATH) takes those of a copy that left them as they were"
         )
     return form, _together(state)
@@ -463,13 +463,15 @@ def _check_fits(state: dict[str, Tensor], wanted: dict[str, Tensor], name: str, 
 
 
 def _placed(state: dict[str, Tensor], like: nn.Module, target: TargetParts, where: str) -> dict[str, Tensor]:
-    """Tensors where the target is, in the dtypes of its layer `like`: some are kept in fp32."""
+    """Tensors where the target is, in the dtypes of its layer `like`, some of which are kept in fp32; in the target's
+    own where that has codes in their place."""
     check_range(state, target.dtype, where)
     kinds, placed = dict(like.named_parameters()) | dict(like.named_buffers()), {}
     for name, tensor in state.items():
         twin = kinds.get(name.removeprefix("layer."))
-        dtype = target.dtype if twin is None or not tensor.is_floating_point() else twin.dtype
-        placed[name] = tensor.to(target.device, dtype if dtype.is_floating_point else tensor.dtype)
+        alike = twin is not None and twin.dtype in FLOATS and twin.shape == tensor.shape
+        dtype = twin.dtype if twin is not None and alike else target.dtype
+        placed[name] = tensor.to(target.device, dtype if tensor.is_floating_point() else tensor.dtype)
         check_finite(name, placed[name], where)
     return placed
 
@@ -492,8 +494,9 @@ def _like(state: dict[str, Tensor], layers: Any, adapter: Adapter) -> int | None
     mine = {name.removeprefix("layer.") for name in state if name.startswith("layer.")}
 
     def names(layer: nn.Module) -> set[str]:
-        """Names as without LoRA."""
-        return {name.replace(".base_layer.", ".") for name in layer.state_dict() if ".lora_" not in name}
+        """Names as without LoRA and scales."""
+        held = (name for name in layer.state_dict() if ".lora_" not in name and not CODED.search(name))
+        return {name.replace(".base_layer.", ".") for name in held}
 
     full = [number for number, layer in enumerate(layers) if hasattr(layer, adapter.attention)]
     same = [number for number in full if mine == names(layers[number])]

@@ -1,5 +1,5 @@
-"""Files of a checkpoint: headers of packed ones, read without the tensors, and the hub's revision that a model was
-loaded from, which transformers' models do not keep."""
+"""Files of a checkpoint: headers of packed ones, read without the tensors, weights of FP8, and the hub's revision that
+a model was loaded from, which transformers' models do not keep."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fastspec.errors import Unsupported
+from fastspec.kernels.quantised.reference import E4M3, StoredWeight, dequantised
 
 FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 
@@ -44,6 +45,30 @@ def headers_of(files: Sequence[str]) -> dict[str, Header]:
             for key in opened.keys():  # noqa: SIM118 -- no dictionary
                 tensor = opened.get_slice(key)
                 found[key] = Header(tuple(tensor.get_shape()), tensor.get_dtype())
+    return found
+
+
+def dense_float8(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of files with weights of e4m3 times their scales, in bf16, and without these; others as they are. Scales
+    are one, one for each line, or one for each block of 128 x 128: `weight_scale_inv` of DeepSeek's and Qwen's files,
+    `weight_scale` of compressed-tensors'."""
+    found = dict(tensors)
+    for name, codes in tensors.items():
+        scales = tensors.get(f"{name}_scale_inv", tensors.get(f"{name}_scale"))
+        if codes.dtype != torch.float8_e4m3fn or codes.dim() != 2 or scales is None:
+            continue
+        count, depth = codes.shape
+        shapes = {(count, depth): [(), (1,), (1, 1)], (1, depth): [(count,), (count, 1)]}
+        shapes[128, 128] = [(-(-count // 128), -(-depth // 128))]
+        block = next((block for block, known in shapes.items() if tuple(scales.shape) in known), None)
+        if block is None:
+            continue
+        grid = -(-count // block[0]), -(-depth // block[1])
+        stored = StoredWeight(codes.view(torch.uint8), E4M3, scales.float().view(grid), block, depth, None)
+        found[name] = dequantised(stored, torch.bfloat16)
+        layer = name.removesuffix("weight")
+        for beside in (f"{name}_scale_inv", f"{name}_scale", f"{layer}input_scale", f"{layer}activation_scale"):
+            found.pop(beside, None)
     return found
 
 

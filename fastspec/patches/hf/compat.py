@@ -261,8 +261,10 @@ def dtype_of(model: Any) -> torch.dtype:
     counts: Counter[torch.dtype] = Counter()
     for module in every_module(model.get_decoder()):
         own = own_parameters(module).values()
-        # matrices beside codes are scales
-        if all(each.element_size() > 1 and each.is_floating_point() for each in own):
+        # matrices beside codes are scales; bitsandbytes stores codes in any dtype (bnb_4bit_quant_storage)
+        if all(
+            each.element_size() > 1 and each.is_floating_point() and type(each).__name__ != "Params4bit" for each in own
+        ):
             for each in own:
                 if each.dim() > 1 and id(each) not in apart:
                     apart.add(id(each))

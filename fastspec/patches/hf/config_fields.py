@@ -7,8 +7,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from torch import Tensor
-
+from fastspec.generation.heads.bound import rows_in
 from fastspec.generation.layer_state import DeltaShape
 
 
@@ -113,9 +112,9 @@ LENGTHS = ("sliding_window", "attention_chunk_size", "max_position_embeddings")
 
 
 def table_rows(module: Any, config: Any) -> int:
-    """Rows of an embedding or an LM head; the configuration's where the module has no tensor as weight."""
-    weight = getattr(module, "weight", None)
-    return int(weight.shape[0] if isinstance(weight, Tensor) else config.get_text_config().vocab_size)
+    """Rows of an embedding or an LM head; the configuration's where the module tells none."""
+    rows = rows_in(module)
+    return int(config.get_text_config().vocab_size) if rows is None else rows
 
 
 def position_limit(config: Any) -> int | None:

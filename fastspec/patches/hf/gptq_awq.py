@@ -214,6 +214,14 @@ class PackedLinear(nn.Linear):
         """input [..., K] -> [..., M]."""
         return reference.linear(input, self.stored(), self.bias)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> PackedLinear:
+        """Scales stay in the file's dtype: a cast of the model is one of what it multiplies."""
+        scales = self.scales.detach()
+        super()._apply(fn, recurse)
+        if self.scales.dtype != scales.dtype:
+            self.scales = nn.Parameter(scales.to(self.scales.device), requires_grad=False)
+        return self
+
     def extra_repr(self) -> str:
         """Sizes and format."""
         return f"{super().extra_repr()}, {self.layout.name}, bits={self.bits}, group_size={self.group_size}"

@@ -1,6 +1,6 @@
 """Loading of packed checkpoints through transformers, by `PackedQuantizer`: packed modules stand in before weights are
-read. Of gpt-oss, whose experts are MXFP4 (OCP Microscaling Formats 1.0), `PackedExperts` holds the tensors as the files
-have them.
+read; of compressed-tensors' zero points by `ZeroedQuantizer`. Of gpt-oss, whose experts are MXFP4 (OCP Microscaling
+Formats 1.0), `PackedExperts` holds the tensors as the files have them.
 
 E experts, M output channels, G groups of 32 input channels. A weight is an e2m1 code times the power of 2 of its group.
 
@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
 from transformers.utils import is_kernels_available
-from transformers.utils.quantization_config import QuantizationConfigMixin
+from transformers.utils.quantization_config import CompressedTensorsConfig, QuantizationConfigMixin
 
 from fastspec.errors import Unsupported
 from fastspec.files import parse_json
@@ -162,13 +163,54 @@ class PackedQuantizer(HfQuantizer):
         return True
 
 
+ZEROED = "fastspec-compressed-tensors"
+"""Name under which transformers knows `ZeroedQuantizer`."""
+register_quantization_config(ZEROED)(PackedConfig)
+
+
+@register_quantizer(ZEROED)
+class ZeroedQuantizer(CompressedTensorsHfQuantizer):
+    """Loading of compressed-tensors' weights with packed zero points. Of a model on the meta device compressed-tensors
+    0.20 packs weights alone, so that transformers refuses zero points for their shapes; delete it once it packs both.
+    """
+
+    def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
+        super().__init__(CompressedTensorsConfig.from_dict(quantization_config.given), **kwargs)
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        super()._process_model_before_weight_loading(model, **kwargs)
+        for module in model.modules():
+            held = module._parameters
+            words, zeros = held.get("weight_packed"), held.get("weight_zero_point")
+            if words is not None and zeros is not None and zeros.dtype != torch.int32:
+                lines, groups = zeros.shape
+                shape = -(-lines * module.quantization_scheme.weights.num_bits // 32), groups
+                made = torch.empty(shape, dtype=torch.int32, device=zeros.device)
+                module.weight_zero_point = nn.Parameter(made, requires_grad=False)
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        super()._process_model_after_weight_loading(model, **kwargs)
+        model.config.quantization_config = self.quantization_config
+
+
+def has_zero_points(given: Mapping[str, Any]) -> bool:
+    """True of a `quantization_config` of compressed-tensors' packed weights with zero points."""
+    groups = (given.get("config_groups") or {}).values()
+    ours = given.get("quant_method") == "compressed-tensors" and not given.get("dequantize")
+    return ours and any((group.get("weights") or {}).get("symmetric") is False for group in groups)
+
+
 def take_over(config: Any, source: str, *, experts: bool, subfolder: str = "", **_: Any) -> bool:
-    """Let transformers load a model of GPTQ's or AWQ's weights, or with `experts` of MXFP4, by `PackedQuantizer` ->
-    True where it does. Raises Unsupported for a format of theirs that is not read."""
+    """Let transformers load a model of GPTQ's or AWQ's weights, or with `experts` of MXFP4, by `PackedQuantizer`, or
+    one of compressed-tensors' by `ZeroedQuantizer` -> True where it does. Raises Unsupported for a format of theirs
+    that is not read."""
     given = quantisation_of(config)
     for name, method in gptq_awq.OWN_FILES.items():
         if given is None and (path := Path(source, subfolder, name)).is_file():
             given = {"quant_method": method, **parse_json(path.read_text(encoding="utf-8"))}
+    if isinstance(given, dict) and has_zero_points(given):
+        config.quantization_config = {"quant_method": ZEROED, "given": given}
+        return True
     if not isinstance(given, dict) or not ((experts and is_mxfp4(given)) or gptq_awq.layout_of(given) is not None):
         return False
     config.quantization_config = {"quant_method": METHOD, "given": given}

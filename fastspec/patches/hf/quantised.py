@@ -37,6 +37,8 @@ Read = StoredWeight | StoredMixture | str
 """A weight, or that of experts, or why it is not read as stored."""
 OTHERS = "compressed-tensors of 8 and 4 bits, GPTQ and AWQ are"
 UNPACKED = "fastspec.models.load_model unpacks a GGUF when it loads it, to a plain model"
+LOADED = "fastspec.models.load_model reads the files without them"
+GPTQ_LIBRARIES = "gptqmodel", "auto_gptq", "awq", "auto_round_extension"
 PLAIN_CODES = {torch.int8: INT8, torch.float8_e4m3fn: E4M3}
 PACKED_CODES = {4: PACKED4, 8: PACKED8}
 TABLE_CODES = {"nf4": NF4, "fp4": FP4}
@@ -239,6 +241,7 @@ FORMATS = (
     Format("torchao", "torchao", "", _other, "weight", rounds=_torchao_rounds),
     Format("optimum-quanto", "optimum", "QLinear", "its tensors are not read: torchao's int8 are"),
     Format("HQQ", "hqq", "HQQLinear", "its tensors are not read: bitsandbytes' 4 bits are"),
+    *(Format("GPTQ, AWQ", library, "", f"modules of {library} are not read: {LOADED}") for library in GPTQ_LIBRARIES),
     Format("NVFP4", "transformers", "NVFP4Linear", f"its tensors are not read: {OTHERS}"),
     Format("GGUF", "transformers", "GgufLinear", f"its blocks are not read: {UNPACKED}"),
     Format("GGUF", "transformers", "GgufExperts", f"experts are not read: {UNPACKED}"),
@@ -282,6 +285,8 @@ def read(module: Any) -> Read:
     row = format_of(module)
     if row is None:
         return "no format of fastspec.patches.hf.quantised"
+    if isinstance(module, nn.Embedding):
+        return "it is an embedding"
     if not all(map(is_capturing_hook, hooks_of(module))):
         return "a hook is on it"
     forward, style = module.__dict__.get("forward"), parallel_style(module)

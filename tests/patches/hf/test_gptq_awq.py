@@ -28,7 +28,8 @@ from fastspec.kernels.quantised.reference import dequantised
 from fastspec.models import load_model
 from fastspec.patches.hf.changes import weights_digest
 from fastspec.patches.hf.compat import dtype_of
-from fastspec.patches.hf.gptq_awq import AWQ, GPTQ, GPTQ_V2, PackedLinear, for_file, from_file
+from fastspec.patches.hf.gptq_awq import AWQ, GPTQ, GPTQ_V2, TENSORS, PackedLinear, for_file, from_file
+from fastspec.patches.hf.packed_loading import has_zero_points
 from fastspec.patches.hf.quantised import read
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": 1000}
@@ -302,6 +303,18 @@ def test_scales_stay_as_the_file_has_them(tmp_path, dtype):
     assert model(**prompts(4)).logits.dtype == dtype
 
 
+def test_a_cast_leaves_scales_as_the_file_has_them(tmp_path):
+    """bf16 holds fewer digits than their fp16: the weights would be others."""
+    written(plain("qwen2"), tmp_path, V1)
+    model = loaded(tmp_path)
+    first = {name: each.clone() for name, each in model.state_dict().items() if name.endswith(TENSORS)}
+    for cast in (model.to(torch.bfloat16), model.bfloat16()):
+        assert dtype_of(cast) == slots(cast)[0].bias.dtype == torch.bfloat16
+        state = cast.state_dict()
+        assert all(torch.equal(state[name], each) and state[name].dtype == each.dtype for name, each in first.items())
+    assert slots(model.to("meta"))[0].scales.is_meta
+
+
 def test_a_state_is_loaded_as_a_file_is(tmp_path):
     for name, seed in (("one", 0), ("two", 1)):
         written(tiny_model("llama", seed, **SIZES), tmp_path / name, changed(GEMM, sym=name == "one"))
@@ -491,3 +504,16 @@ def test_other_quantisers_are_transformers_own(tmp_path):
         pytest.raises((ImportError, RuntimeError), match=r"optimum|GPU"),
     ):
         loaded(tmp_path, quantization_config=GPTQConfig(bits=4))
+
+
+@pytest.mark.parametrize("given", [{"dequantize": True}, {"quant_method": "awq"}, {"config_groups": None}, None])
+def test_zero_points_of_compressed_tensors_alone_are_taken_over(given):
+    """Not where transformers unpacks them itself, nor another method's; tests/clients loads files of the library."""
+    groups: dict[str, Any] = {
+        "all": {"targets": ["Linear"], "weights": {"num_bits": 4, "symmetric": False}},
+        "none": {"weights": None},
+    }
+    whole = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    assert has_zero_points(whole | (given or {})) == (given is None)
+    groups["all"]["weights"]["symmetric"] = True
+    assert not has_zero_points(whole)

@@ -51,6 +51,12 @@ def test_the_first_call_is_assisted_and_so_is_one_after_packing_again(recwarn, n
     assert not [told for told in recwarn if "fastspec" in str(told.message) or "generic mode" in str(told.message)]
 
 
+def test_texts_are_scored_before_any_call():
+    ids, model = prompts(5, 9)["input_ids"][1:], fastspec.patch(pack(tiny_model()))
+    assert torch.equal(fastspec.log_probs(model, ids), fastspec.log_probs(fastspec.patch(tiny_model()), ids))
+    assert not model._forward_pre_hooks
+
+
 def test_a_packed_draft_model_drafts():
     target, inputs = tiny_model(), prompts(5)
     expected = target.generate(**inputs, **OPTIONS)

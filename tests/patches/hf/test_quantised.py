@@ -318,6 +318,32 @@ def test_tensors_that_do_not_fit_are_named() -> None:
     assert read(module) == OTHER_TENSORS
 
 
+def test_a_packed_embedding_is_named():
+    """compressed-tensors packs these too; its own forward looks words up."""
+    model = tiny_model(num_hidden_layers=1)
+    like = by_compressed_tensors(packed(4, 8, 16, 16, torch.float32)[0])
+    model.model.embed_tokens.quantization_scheme = like.quantization_scheme
+    inputs = prompts(3, 5)
+    expected = model.generate(**inputs, **OPTIONS)
+    with fastspec.patched(model, stored=True):
+        assert torch.equal(model.generate(**inputs, **OPTIONS, assistant="nasd"), expected)
+        assert fastspec.report(model).own_forward == {"compressed-tensors: it is an embedding": 1}
+
+
+class Params4bit(nn.Parameter):
+    """bitsandbytes' weight, as far as its dtype is asked for."""
+
+
+def test_words_that_hold_codes_are_not_the_dtype_of_the_layers():
+    """Of 4 bits bitsandbytes may keep codes in words of floating point, which FSDP can cut (bnb_4bit_quant_storage)."""
+    model = tiny_model(num_hidden_layers=1)
+    layers = [each for each in model.model.layers.modules() if isinstance(each, nn.Linear)]
+    for layer in layers:
+        words = torch.zeros(layer.weight.numel() // 4, 1, dtype=torch.bfloat16)
+        layer.weight = Params4bit(words, requires_grad=False)
+    assert dtype_of(model) == model.dtype == torch.float32
+
+
 class Linear8bitLt(nn.Linear):
     """bitsandbytes' module, as far as it is read."""
 
@@ -475,16 +501,21 @@ class Int4Tensor(nn.Parameter):
     """torchao's weight of 4 bits, as far as it is named."""
 
 
-Int4Tensor.__module__ = "torchao.quantization"
+class TorchQuantLinear(nn.Linear):
+    """GPTQModel's layer, as far as it is named."""
+
+
+Int4Tensor.__module__, TorchQuantLinear.__module__ = "torchao.quantization", "gptqmodel.nn_modules.qlinear.torch"
 
 
 def test_other_formats_are_named_with_what_to_use_instead(monkeypatch):
-    """transformers' own modules, and a weight of torchao's that no row reads."""
+    """transformers' own modules, a layer of GPTQModel's, and a weight of torchao's that no row reads."""
     monkeypatch.setattr(nvfp4, "load_nvfp4_kernel", lambda: SimpleNamespace(swizzled_sf_shape=lambda *sizes: sizes))
     model = tiny_model(num_hidden_layers=1)
     mlp, attn = model.model.layers[0].mlp, model.model.layers[0].self_attn
     attn.q_proj = nvfp4.NVFP4Linear(64, 64)
     attn.k_proj = GgufLinear(64, 64, 8)
+    attn.v_proj = TorchQuantLinear(64, attn.v_proj.out_features)
     mlp.up_proj = QuantizedLinear(64, 128, num_bits=4)
     mlp.down_proj.weight = Int4Tensor(mlp.down_proj.weight.data)
     with fastspec.patched(model, stored=True):
@@ -493,6 +524,7 @@ def test_other_formats_are_named_with_what_to_use_instead(monkeypatch):
     assert told == {
         f"NVFP4: its tensors are not read: {others}": 1,
         f"GGUF: its blocks are not read: {UNPACKED}": 1,
+        "GPTQ, AWQ: modules of gptqmodel are not read: fastspec.models.load_model reads the files without them": 1,
         f"Gemma's QAT: its codes are not read: {others}": 1,
         "torchao: Int4Tensor is not read: int8, float8 and intx in int8 are": 1,
     }
