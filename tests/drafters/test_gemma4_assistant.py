@@ -375,6 +375,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Any) -> None:
     refused(CheckpointError, r"fastspec.patch\(model, mtp=...\) takes it", eagle3=tmp_path / "broken")
     refused(Unsupported, "a checkpoint of their own", assistant="mtp")
     refused(Unsupported, "no such kernel", mtp=assistant, assistant=Mtp(fused=True))
+    refused(Unsupported, "draft_vocab=256 bounds what", mtp=assistant, assistant=Mtp(draft_vocab=256))
     wide = Mtp(depth=1, top_k=30)
     refused(Unsupported, "exceed the 21 tokens", mtp=assistant_for(model, **ORDERED), assistant=wide)
     fastspec.patch(model, mtp=assistant)

@@ -251,6 +251,7 @@ def broken(folder: Path, **changes: Tensor | None) -> None:
     ("changes", "told"),
     [
         ({"mtp.fc.weight": None}, "fc.weight is missing"),
+        ({"mtp.pre_fc_norm_embedding.weight": None}, "token_norm.weight is missing"),
         ({"mtp.layers.0.self_attn.q_norm.weight": None}, "layer.self_attn.q_norm.weight is missing"),
         ({"mtp.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}, r"quantised \(layer.mlp.up_proj.weight_scale\)"),
         (
@@ -291,6 +292,13 @@ def test_models_without_such_a_head_are_refused_by_name(tmp_path: Path) -> None:
         fastspec.patch(model, mtp=True)
     with pytest.raises(CheckpointError, match="the hub does not give it"):
         fastspec.patch(model, mtp="nobody/nothing")
+    model.config.name_or_path = str(tmp_path / "renamed")
+    with pytest.raises(CheckpointError, match=r"renamed is no directory, and no hub id .*mtp=PATH"):
+        fastspec.patch(model, mtp=True)
+    ids = torch.tensor([[7, 8]])
+    with fastspec.patched(model), pytest.raises(Unsupported, match="renamed is no directory"):
+        model.generate(ids, max_new_tokens=3, assistant="mtp")
+    model.config.name_or_path = str(tmp_path)
     torch.save({}, tmp_path / "pytorch_model.bin")
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(
@@ -457,9 +465,17 @@ def test_a_target_with_an_adapter_is_said_to_be_drafted_for_less_well(tmp_path: 
     plain = model.generate(ids, max_new_tokens=NEW, do_sample=False)
     model.peft_config = {}
     model.peft_config["default"] = object()  # PEFT's field, which says that weights are not those of the files
-    with pytest.warns(UserWarning, match="an adapter changes what this Qwen3_5ForCausalLM says.*less often"):
+    told = "an adapter changes what this Qwen3_5ForCausalLM says.*less often"
+    with pytest.warns(UserWarning, match=told):
         fastspec.patch(model, mtp=True)
     assert torch.equal(plain, model.generate(ids, max_new_tokens=NEW, do_sample=False, assistant=TREE))
+    fastspec.unpatch(model)
+    held, model.peft_config = model.peft_config, {}
+    with fastspec.patched(model, mtp=True):
+        model.peft_config = held
+        with pytest.warns(UserWarning, match=told):
+            model.generate(ids, max_new_tokens=3, assistant=TREE)
+        model.generate(ids, max_new_tokens=3, assistant=TREE)  # which tells nothing more: a warning is an error here
 
 
 @pytest.mark.parametrize(("shares", "before"), [((0.5, 0.5), False), ((0.5, 0.529), False), ((0.5, 0.531), True)])
@@ -752,6 +768,41 @@ def test_lists_of_drafted_tokens_are_read_in_the_forms_of_others(form: str, tmp_
         read_list(path, 30)
 
 
+@pytest.mark.parametrize(
+    ("name", "held", "told"),
+    [
+        ("list.json", "[1.5, 2]", "torch.float32, and token ids are whole"),
+        ("list.json", "[true, false]", "torch.bool, and token ids are whole"),
+        ("list.json", "[]", "lists tokens none"),
+        ("list.pt", torch.tensor([False, True, True]), "torch.bool, and token ids are whole"),
+        ("list.pt", torch.tensor([1.5]), "torch.float32, and token ids are whole"),
+        ("list.pt", {"d2t": torch.tensor([1.5])}, "torch.float32, and token ids are whole"),
+        ("list.pt", {7: 100}, "neither 'd2t' nor 't2d', but 7"),
+    ],
+)
+def test_what_is_no_list_of_ids_is_not_made_one(name: str, held: Any, told: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    if isinstance(held, str):
+        path.write_text(held)
+    else:
+        torch.save(held, path)
+    with pytest.raises(CheckpointError, match=told):
+        read_list(path, 30)
+
+
+def test_an_lm_head_of_the_layers_own_has_no_draft_vocabulary(tmp_path: Path) -> None:
+    model, _ = loaded("qwen3_5_text", tmp_path, vocab_size=600)
+    broken(tmp_path, **{"mtp.lm_head.weight": torch.randn(600, 64)})
+    with fastspec.patched(model, mtp=True):
+        for asked in (None, "full", 600):
+            whole = fastspec.Mtp(depth=2, top_k=2, total_tokens=5, draft_vocab=asked)
+            model.generate(torch.tensor([[7, 8]]), max_new_tokens=3, assistant=whole)
+        with pytest.raises(
+            Unsupported, match="draft_vocab=300 takes rows of the target's LM head, and this layer brings"
+        ):
+            model.generate(torch.tensor([[7, 8]]), max_new_tokens=3, assistant=fastspec.Mtp(draft_vocab=300))
+
+
 @pytest.mark.parametrize(("kind", "lazily"), [*((kind, False) for kind in KINDS), ("qwen3_5_text", True)])
 def test_saving_the_model_keeps_its_layer(kind: str, lazily: bool, tmp_path: Path) -> None:
     """Into one file, and into several that an index names."""
@@ -768,6 +819,42 @@ def test_saving_the_model_keeps_its_layer(kind: str, lazily: bool, tmp_path: Pat
         again = AutoModelForCausalLM.from_pretrained(tmp_path / name)
         mine = load_mtp(True, again).module.state_dict()
         assert mine.keys() == held.keys() and all(torch.equal(mine[key], held[key]) for key in held)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "glm4_moe"])
+@pytest.mark.parametrize("new", [False, True])
+def test_saving_the_model_keeps_a_layer_that_was_trained(kind: str, new: bool, tmp_path: Path) -> None:
+    model, _ = loaded(kind, tmp_path / "first")
+    head = mtp.new_mtp(model) if new else load_mtp(True, model).as_module()
+    with torch.no_grad():
+        head.fc.weight.mul_(1.5)
+    with fastspec.patched(model, mtp=head):
+        model.save_pretrained(tmp_path / "other")
+    held = load_mtp(True, AutoModelForCausalLM.from_pretrained(tmp_path / "other")).module.fc.weight
+    assert torch.equal(held, head.fc.weight.bfloat16().float())
+
+
+def test_a_layer_that_no_form_tells_is_said_to_be_left_out(tmp_path: Path) -> None:
+    model, _ = loaded("ernie4_5_moe", tmp_path / "first")
+    head = load_mtp(True, model).as_module()
+    with torch.no_grad():
+        head.fc.weight.mul_(1.5)
+    told = "leaves the MTP layer out: this MTP layer has no norm before the LM head"
+    with fastspec.patched(model, mtp=head), pytest.warns(UserWarning, match=told):
+        model.save_pretrained(tmp_path / "other")
+    assert not any("mtp" in name for name in load_file(tmp_path / "other" / "model.safetensors"))
+
+
+def test_a_layer_that_was_cast_with_its_model_is_saved_as_its_files_have_it(tmp_path: Path) -> None:
+    model, _ = loaded("qwen3_5_text", tmp_path / "first")
+    held = load_mtp(True, model).module.fc.weight
+    with fastspec.patched(model, mtp=True, backend="torch"):
+        model.bfloat16()
+        model.generate(torch.tensor([[7, 8]]), max_new_tokens=3, assistant=TREE)
+        model.float()
+        model.generate(torch.tensor([[7, 8]]), max_new_tokens=3, assistant=TREE)
+        model.save_pretrained(tmp_path / "other")
+    assert torch.equal(load_file(tmp_path / "other" / "model.safetensors")["mtp.fc.weight"], held)
 
 
 def test_a_layer_that_is_gone_from_its_files_is_not_lost_in_silence(tmp_path: Path) -> None:

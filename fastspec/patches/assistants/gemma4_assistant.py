@@ -66,6 +66,11 @@ def gemma4_decoding(config: Any, resources: dict[str, Any], model: Any) -> Share
         raise Unsupported(
             "fused=True drafts with an EAGLE-3 head, and Gemma 4's assistant has no such kernel: leave fused out"
         )
+    if config.draft_vocab not in (None, "full"):
+        raise Unsupported(
+            f"draft_vocab={config.draft_vocab!r} bounds what a model's LM head drafts, and Gemma 4's assistant has one "
+            "of its own: leave it out"
+        )
     scored = scored_tokens(assistant)
     if most > scored:
         raise Unsupported(f"top_k={most} children of a node exceed the {scored} tokens that the assistant scores")

@@ -31,7 +31,7 @@ from fastspec.generation.heads.files import check_finite, some
 from fastspec.generation.heads.load import is_copy
 from fastspec.generation.heads.module import FLOATS, HeadConfig, MtpHead
 from fastspec.models import check_hub
-from fastspec.patches.assistants.heads import parts_of
+from fastspec.patches.assistants.heads import is_hub_id, parts_of
 from fastspec.patches.assistants.probe import default_prompt, states_of
 from fastspec.patches.backends import TORCH
 from fastspec.patches.call.ranks import by_first
@@ -102,6 +102,8 @@ BLOCKS = re.compile(r"(^|\.)mtp\.\d+\.markov_head\.")
 """Tensors that DSpark's blocks have, and MTP layers do not."""
 OUTSIDE = re.compile(r"^(?:token_norm|state_norm|fc|norm|lm_head|embed_tokens)\.")
 """Names of what is beside an MTP layer."""
+MARKS = {"token_norm.weight", "state_norm.weight", "fc.weight"}
+"""Tensors that no other layer has."""
 
 
 def load_mtp(source: str | Path | bool | MtpHead, model: PreTrainedModel) -> BoundHead:
@@ -132,16 +134,22 @@ def load_mtp(source: str | Path | bool | MtpHead, model: PreTrainedModel) -> Bou
             f"this {target.name} was not loaded from files (its config has no name_or_path): fastspec.patch(model, "
             "mtp=PATH) says where its MTP weights are"
         )
-    if target.has_adapter:
+    revision = revision_of(model) if source is True else None
+    form, state = read_mtp(where, target.sizes.num_layers, revision=revision)
+    head = _built(form, state, (where, revision), model, mode.adapter, target)
+    tell_of_adapter(head, target)
+    return _probed(head, model, where) if form.disputed else head
+
+
+def tell_of_adapter(head: BoundHead, target: TargetParts) -> None:
+    """Warn, once for a layer, that an adapter has changed the target that it drafts for."""
+    if target.has_adapter and isinstance(head.module, MtpHead) and not head.module.told:
+        head.module.told = True
         warnings.warn(
             f"an adapter changes what this {target.name} says, and its MTP layer was trained without: it drafts for "
             "it, and its drafts are accepted less often",
             stacklevel=3,
         )
-    revision = revision_of(model) if source is True else None
-    form, state = read_mtp(where, target.sizes.num_layers, revision=revision)
-    head = _built(form, state, (where, revision), model, mode.adapter, target)
-    return _probed(head, model, where) if form.disputed else head
 
 
 @torch.no_grad()
@@ -168,6 +176,7 @@ def new_mtp(model: PreTrainedModel) -> MtpHead:
 def saved_mtp(head: MtpHead) -> dict[str, Tensor]:
     """Tensors of an MTP head by the names of Qwen's checkpoints, bfloat16. Raises Unsupported for another form."""
     faults = {
+        "is rounded to 8 bits": head.is_rounded,
         "has no norm before the LM head": head.norm is None,
         "reads states before the target's final norm": head.config.last_tap_before_norm,
         "has an embedding of its own": head.bound.own_embedding,
@@ -227,8 +236,10 @@ def _tensors(by_file: ByFile) -> dict[str, Tensor]:
 
 
 def _found(where: str, num_layers: int, revision: str | None) -> tuple[MtpForm, ByFile, set[str]] | None:
-    """The form of a checkpoint's MTP layers, their tensors, and the numbers of the layers; None where it has none."""
+    """The form of a checkpoint's MTP layers, the one with most of its marks, their tensors, and the numbers of the
+    layers; None where it has none."""
     stored = list(_files(where, revision))
+    best, most = None, 0
     for form in FORMS:
         pattern = re.compile(form.prefix.replace("N", rf"(?:{num_layers}|{num_layers + 1})"))
         by_file, steps, held = ByFile(), set[str](), dict[str, bool]()
@@ -243,9 +254,10 @@ def _found(where: str, num_layers: int, revision: str | None) -> tuple[MtpForm, 
             steps |= {match["step"] for match in mine.values() if match["step"] is not None}
             if mine:
                 by_file.append((path, {key: _renamed(form, key[match.end() :]) for key, match in mine.items()}))
-        if any("token_norm.weight" in names.values() for _, names in by_file):
-            return form, by_file, steps
-    return None
+        marks = len(MARKS.intersection(name for _, names in by_file for name in names.values()))
+        if marks > most:
+            best, most = (form, by_file, steps), marks
+    return best
 
 
 def inspect_mtp(source: str | Path) -> list[tuple[str, str]] | None:
@@ -323,6 +335,11 @@ def _files(where: str, revision: str | None) -> Iterator[tuple[Callable[[], str]
         for file in sorted(stored, key=lambda file: (file.name not in loaded, file.name)):
             yield partial(str, file), _keys(file), file.name in loaded
         return
+    if not is_hub_id(where):
+        raise CheckpointError(
+            f"{where} is no directory, and no hub id of the form owner/name: fastspec.patch(model, mtp=PATH) says "
+            "where the model's files are"
+        )
     whole = _cached(where, WHOLE, revision)
     index = _fetched(where, INDEX, revision) if whole is None or _cached(where, INDEX, revision) else None
     if index is None:
@@ -359,10 +376,8 @@ def _keys(file: Path) -> list[str]:
 
 def _cached(where: str, name: str, revision: str | None) -> str | None:
     """The path of a file of the hub's that was fetched before. Asks no network."""
-    with suppress(ValueError):  # no hub id: `_fetched` says so
-        found = try_to_load_from_cache(where, name, revision=revision)
-        return found if isinstance(found, str) else None
-    return None
+    found = try_to_load_from_cache(where, name, revision=revision)
+    return found if isinstance(found, str) else None
 
 
 def _fetched(where: str, name: str, revision: str | None) -> str | None:
@@ -385,30 +400,48 @@ def _needed(where: str, name: str, revision: str | None) -> str:
 
 
 def save_with_mtp(model: Any, *args: Any, **options: Any) -> Any:
-    """A model's `save_pretrained` that keeps the MTP layer among its tensors, which transformers would lose. Raises
-    CheckpointError, before anything is written, where the files that it was read from hold it no more."""
+    """A model's `save_pretrained` that keeps the MTP layer among its tensors, which transformers would lose: as its
+    files have it, or in Qwen's form where it was trained since. Raises CheckpointError, before anything is written,
+    where the files that it was read from hold it no more."""
     save = type(model).save_pretrained
     given = inspect.signature(save).bind(model, *args, **options).arguments
     session = session_of(model)
     head = None if session is None else session.resources.get("mtp")
-    if head is None or head.module.source is None or getattr(model, "_hf_peft_config_loaded", False):
+    if head is None or getattr(model, "_hf_peft_config_loaded", False):
         return save(model, *args, **options)
     if getattr(model, "hf_quantizer", None) is not None:
         warnings.warn(
             "save_pretrained of a quantised model leaves its MTP layer out, as transformers does", stacklevel=2
         )
         return save(model, *args, **options)
-    where, revision = head.module.source
+    try:
+        kept = _kept(head.as_module(), model)
+    except Unsupported as error:
+        warnings.warn(f"save_pretrained leaves the MTP layer out: {error}", stacklevel=2)
+        return save(model, *args, **options)
+    held = given.get("state_dict")
+    state = {**(model.state_dict() if held is None else held), **kept}
+    rest = {name: value for name, value in given.items() if name not in ("self", "state_dict", "kwargs")}
+    return save(model, **rest, **given.get("kwargs", {}), state_dict=state)
+
+
+def _kept(head: MtpHead, model: Any) -> dict[str, Tensor]:
+    """The tensors of a model's MTP layer, by the names of a checkpoint. Raises Unsupported for one that has no form."""
+    if head.source is None:
+        return saved_mtp(head)
+    where, revision = head.source
     found = _found(where, model.config.get_text_config().num_hidden_layers, revision)
     if found is None:
         raise CheckpointError(
             f"{where} holds the MTP layer no more that was read from it, and nothing was saved: "
             "fastspec.unpatch(model) lets the model be saved without"
         )
-    held = given.get("state_dict")
-    state = {**(model.state_dict() if held is None else held), **_tensors(found[1])}
-    rest = {name: value for name, value in given.items() if name not in ("self", "state_dict", "kwargs")}
-    return save(model, **rest, **given.get("kwargs", {}), state_dict=state)
+    tensors = _tensors(found[1])
+    state = _together({name: tensors[key] for _, own in found[1] for key, name in own.items()})
+    mine = {} if head.is_rounded else head.state_dict()
+    pairs = [(own.cpu().double(), state[name].double()) for name, own in mine.items() if name in state]
+    same = all(torch.allclose(*pair, rtol=2**-8, atol=1e-7) for pair in pairs)  # casts that a target was given round
+    return tensors if same else saved_mtp(head)
 
 
 def _built(
