@@ -325,6 +325,20 @@ def test_families_without_an_adapter_are_refused_by_name(kind: str, tmp_path: Pa
     assert (kind, "refused: it has no adapter") in mtp.inspect_mtp(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["exaone4", "starcoder2", "olmo"])
+def test_layers_that_begin_with_no_such_norm_are_refused_by_name(kind: str, tmp_path: Path) -> None:
+    """EXAONE 4.5's checkpoints bring a layer in Qwen's form."""
+    tiny_model(kind).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    broken(tmp_path, **{"mtp.fc.weight": torch.ones(2, 2), "mtp.pre_fc_norm_hidden.weight": torch.ones(2)})
+    told = f"'mtp' does not run layers like those of this {type(model).__name__}"
+    with pytest.raises(Unsupported, match=told):
+        fastspec.patch(model, mtp=True)
+    with pytest.raises(Unsupported, match=told):
+        mtp.new_mtp(model)
+    assert kind != "exaone4" or (kind, "refused: layers of its kind are not run") in mtp.inspect_mtp(tmp_path)
+
+
 def test_what_holds_no_layer_is_refused_by_its_type(tmp_path: Path) -> None:
     model, _ = loaded("qwen3_5_text", tmp_path)
     with pytest.raises(CheckpointError, match="mtp= is a Linear, which holds no draft layers: accepted are True, a d"):

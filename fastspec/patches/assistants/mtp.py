@@ -162,7 +162,7 @@ def new_mtp(model: PreTrainedModel) -> MtpHead:
         raise Unsupported(f"an MTP layer needs an adapter, and {target.name} runs in generic mode: train an EAGLE head")
     decoder, parts = decoder_of(model), mode.adapter
     like = [each for each in getattr(decoder, parts.layers) if hasattr(each, parts.attention)][-1]
-    norm = getattr(like, parts.input_norm).weight
+    norm = _input_norm(like, parts, target).weight
     half = torch.eye(target.sizes.hidden_size, dtype=target.dtype, device=target.device) / 2
     state = {f"layer.{name}": each.clone() for name, each in like.state_dict().items()}
     state |= {f"{name}_norm.weight": norm.mean().expand_as(norm).clone() for name in ("token", "state")}
@@ -274,7 +274,8 @@ def inspect_mtp(source: str | Path) -> list[tuple[str, str]] | None:
     row = ADAPTERS.get(kind)
     runs = "refused: fastspec runs one that is fed its own state" if len(steps) > 1 else "refused: it has no adapter"
     if len(steps) < 2 and row is not None:
-        runs = f'assistant="mtp", by the adapter {row.model_type}'
+        by = f'assistant="mtp", by the adapter {row.model_type}'
+        runs = by if row.input_norm else "refused: layers of its kind are not run"
     side = "after the target's final norm"
     return [
         ("source", str(source)),
@@ -455,15 +456,15 @@ def _built(
     """The head of these tensors. Raises CheckpointError for any that are missing, unknown or of another shape."""
     where, layers = source[0], getattr(decoder_of(model), adapter.layers)
     number = _like(state, layers, adapter)
-    if number is None or adapter.embed_scale or adapter.layer_scale or adapter.parallel:
+    if number is None:
         raise Unsupported(f"assistant 'mtp' does not run layers like those of this {target.name}")
+    like = layers[number]
+    norm = _input_norm(like, adapter, target)
     own_lm_head = _taken(state, "lm_head.weight", target.lm_head)
     embedding = _taken(state, "embed_tokens.weight", target.embedding)
     if own_lm_head is not None:
         state["lm_head.weight"] = own_lm_head
-    like = layers[number]
     config = _config(model, number, like, adapter, target, own_lm_head is not None)
-    norm = getattr(like, adapter.input_norm)
     with torch.device("meta"):
         head = MtpHead(
             config,
@@ -479,6 +480,15 @@ def _built(
     head.d2t, head.source = head.d2t.to(target.device), source
     own = None if embedding is None else _embedding(embedding, target, where)
     return bind(head.requires_grad_(False).eval(), own, target)
+
+
+def _input_norm(like: nn.Module, adapter: Adapter, target: TargetParts) -> Any:
+    """The norm at the beginning of a layer, whose class those of an MTP layer have. Raises Unsupported for layers that
+    begin with none, or with one that also takes the mean away, and for families that scale or run them otherwise."""
+    norm = getattr(like, adapter.input_norm) if adapter.input_norm else None
+    if adapter.embed_scale or adapter.layer_scale or adapter.parallel or not hasattr(norm, adapter.eps):
+        raise Unsupported(f"assistant 'mtp' does not run layers like those of this {target.name}")
+    return norm
 
 
 def _check_fits(state: dict[str, Tensor], wanted: dict[str, Tensor], name: str, where: str) -> None:
