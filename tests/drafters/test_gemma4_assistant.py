@@ -371,7 +371,15 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Any) -> None:
     refused(CheckpointError, "lacks post_projection.weight", mtp=tmp_path / "broken")
     config = json.loads((tmp_path / "whole" / "config.json").read_text())
     (tmp_path / "whole" / "config.json").write_text(json.dumps(config | {"backbone_hidden_size": 48}))
+    refused(CheckpointError, r"brings .*pre_projection.weight of \[24, 128\], not \[24, 96\]", mtp=tmp_path / "whole")
+    (tmp_path / "whole" / "model.safetensors").write_bytes(b"none")
     refused(CheckpointError, "cannot be loaded", mtp=tmp_path / "whole")
+    huge = assistant_for(model)
+    huge.pre_projection.weight.data[0, 0] = 1e30
+    refused(CheckpointError, r"pre_projection.weight has values up to 1e\+30", gemma4().half(), mtp=huge)
+    huge.pre_projection.weight.data[0, 0] = torch.nan
+    huge.save_pretrained(tmp_path / "nan")
+    refused(CheckpointError, "pre_projection.weight contains NaN", mtp=tmp_path / "nan")
     refused(CheckpointError, r"fastspec.patch\(model, mtp=...\) takes it", eagle3=tmp_path / "broken")
     refused(Unsupported, "a checkpoint of their own", assistant="mtp")
     refused(Unsupported, "no such kernel", mtp=assistant, assistant=Mtp(fused=True))
