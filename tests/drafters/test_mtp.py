@@ -347,6 +347,25 @@ def test_what_holds_no_layer_is_refused_by_its_type(tmp_path: Path) -> None:
         fastspec.patch(tiny_model("gemma4_text"), mtp=True)
 
 
+@pytest.mark.parametrize(
+    ("kind", "over", "told"),
+    [
+        (
+            "qwen3_5_text",
+            {"hidden_size": 128},
+            r"of this MtpHead do not fit this .*q_proj.weight is \[128, 128\], not \[128, 64\]",
+        ),
+        ("qwen3_5_text", {"vocab_size": 120}, "drafts 120 tokens, and Qwen3_5ForCausalLM has 97"),
+        ("glm4_moe", {}, "has a Glm4MoeDecoderLayer, and Qwen3_5ForCausalLM has layers of Qwen3_5DecoderLayer"),
+    ],
+)
+def test_a_module_of_another_model_is_refused_by_name(kind: str, over: Any, told: str, tmp_path: Path) -> None:
+    model, _ = loaded("qwen3_5_text", tmp_path / "first")
+    other, _ = loaded(kind, tmp_path / "other", **over)
+    with pytest.raises(CheckpointError, match=told):
+        fastspec.patch(model, mtp=load_mtp(True, other).as_module())
+
+
 def test_blocks_among_mtp_tensors_are_refused_by_name(tmp_path: Path) -> None:
     model, _ = loaded("qwen3_5_text", tmp_path)
     layer = {name: tensor for name, tensor in load_file(tmp_path / "model.safetensors").items() if "mtp." in name}

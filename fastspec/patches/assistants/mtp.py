@@ -116,6 +116,7 @@ def load_mtp(source: str | Path | bool | MtpHead, model: PreTrainedModel) -> Bou
             f"generic mode ({mode.why or 'it has none'}): use 'nasd' or 'speculative'"
         )
     if isinstance(source, MtpHead):
+        _check_module(source, model, mode.adapter, target)
         held = source.binding
         return bind(source, held.embedding if held is not None and held.own_embedding else None, target)
     if source is not True and not isinstance(source, (str, Path)):
@@ -454,24 +455,12 @@ def _built(
     target: TargetParts,
 ) -> BoundHead:
     """The head of these tensors. Raises CheckpointError for any that are missing, unknown or of another shape."""
-    where, layers = source[0], getattr(decoder_of(model), adapter.layers)
-    number = _like(state, layers, adapter)
-    if number is None:
-        raise Unsupported(f"assistant 'mtp' does not run layers like those of this {target.name}")
-    like = layers[number]
-    norm = _input_norm(like, adapter, target)
+    where, number = source[0], _like(state, getattr(decoder_of(model), adapter.layers), adapter)
     own_lm_head = _taken(state, "lm_head.weight", target.lm_head)
     embedding = _taken(state, "embed_tokens.weight", target.embedding)
     if own_lm_head is not None:
         state["lm_head.weight"] = own_lm_head
-    config = _config(model, number, like, adapter, target, own_lm_head is not None)
-    with torch.device("meta"):
-        head = MtpHead(
-            config,
-            type(like)(deepcopy(model.config.get_text_config()), number),
-            lambda: type(norm)(config.hidden_size, eps=config.rms_norm_eps),
-            final=form.final,
-        )
+    head, like = _blank(number, model, adapter, target, final=form.final, own_lm_head=own_lm_head is not None)
     _check_fits(state, head.state_dict(), target.name, where)
     head.load_state_dict(_placed(state, like, target, where), assign=True)
     left = [name for name, each in (*head.named_parameters(), *head.named_buffers()) if each.is_meta]
@@ -480,6 +469,38 @@ def _built(
     head.d2t, head.source = head.d2t.to(target.device), source
     own = None if embedding is None else _embedding(embedding, target, where)
     return bind(head.requires_grad_(False).eval(), own, target)
+
+
+def _blank(
+    number: int | None, model: Any, adapter: Adapter, target: TargetParts, *, final: bool, own_lm_head: bool
+) -> tuple[MtpHead, nn.Module]:
+    """A head without values whose layer is of the class of the target's layer of this number, and that layer."""
+    if number is None:
+        raise Unsupported(f"assistant 'mtp' does not run layers like those of this {target.name}")
+    like = getattr(decoder_of(model), adapter.layers)[number]
+    norm, config = _input_norm(like, adapter, target), _config(model, number, like, adapter, target, own_lm_head)
+    with torch.device("meta"):
+        layer = type(like)(deepcopy(model.config.get_text_config()), number)
+        head = MtpHead(config, layer, lambda: type(norm)(config.hidden_size, eps=config.rms_norm_eps), final=final)
+    return head, like
+
+
+def _check_module(head: MtpHead, model: Any, adapter: Adapter, target: TargetParts) -> None:
+    """Raise CheckpointError for a head that was made for another model."""
+    state, own = head.state_dict(), head.lm_head is not None
+    number = _like(state, getattr(decoder_of(model), adapter.layers), adapter)
+    blank, like = _blank(number, model, adapter, target, final=head.norm is not None, own_lm_head=own)
+    if type(head.layer) is not type(like):
+        raise CheckpointError(
+            f"this MtpHead has a {type(head.layer).__name__}, and {target.name} has layers of {type(like).__name__}: "
+            "give the one that was made for this model"
+        )
+    if head.config.vocab_size != blank.config.vocab_size:
+        raise CheckpointError(
+            f"this MtpHead drafts {head.config.vocab_size} tokens, and {target.name} has {blank.config.vocab_size}"
+        )
+    if not head.is_rounded:
+        _check_fits(state, blank.state_dict(), target.name, "this MtpHead")
 
 
 def _input_norm(like: nn.Module, adapter: Adapter, target: TargetParts) -> Any:
