@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from helpers.devices import ON_CUDA
 from helpers.generate import prompts
 from helpers.heads import as_eagle3, make_head, write
 from helpers.models import tiny_model
-from helpers.mtp import FORMS, KINDS, loaded, oracle, published, save_with, target
+from helpers.mtp import FORMS, KINDS, draft_by_token, loaded, oracle, published, save_with, target
 from helpers.pages import ROOT
 from helpers.stored import halves
 from helpers.vision import prompts_with_images, seeing
@@ -114,6 +115,52 @@ def test_drafts_are_those_of_transformers_own_layer(
         assert counts["head_input"] == (2 if skimmed == 1 else 1)  # the last pair again, where others are skimmed
         chain = [int(each[end - 1].argmax()) for each in (first, second, third)]
         assert tree.tokens[0].tolist() == [int(ids[0, end]), *chain]
+
+
+def draft_by_the_text(made: MtpModel, model: Any) -> None:
+    """Let an MTP layer draft by the token before, the state and what it attends to."""
+    draft_by_token(made, model)
+    layer = made.layers[0]
+    with torch.no_grad():
+        for weight in layer.mtp_block.parameters():
+            if weight.dim() > 1:
+                weight.mul_(4.5)
+        layer.eh_proj.weight[:, len(layer.eh_proj.weight) :] += 0.3 * torch.eye(len(layer.eh_proj.weight))
+        layer.hnorm.weight.copy_(layer.enorm.weight)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_rounds_accept_what_transformers_own_layer_drafts_from_the_whole_text(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In calls, and in an open batch whose second prompt goes on from the first's answer: the layer's keys and values
+    are those of a text that is read anew."""
+    monkeypatch.setattr("helpers.mtp.draft_by_token", draft_by_the_text)
+    model, made = loaded(kind, tmp_path)
+    options = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False}
+    chain = fastspec.Mtp(depth=3, top_k=1, total_tokens=4)
+
+    def rounds(text: Tensor, begun: int) -> int:
+        states = model(text, output_hidden_states=True).hidden_states[-1]
+        drafts = [each.argmax(-1).tolist() for each in theirs(made, model, text, states, 3)]
+        ids, end, count = text[0].tolist(), begun, 0
+        while end < len(ids) - 1:
+            chains = zip((each[end - 1] for each in drafts), ids[end + 1 :], strict=False)
+            end, count = end + 1 + len(list(takewhile(lambda pair: pair[0] == pair[1], chains))), count + 1
+        return count
+
+    with fastspec.patched(model, mtp=True):
+        ids = prompts(9)["input_ids"]
+        text = model.generate(ids, **options, assistant=chain)
+        first = rounds(text, 9)
+        assert fastspec.report(model).last.rounds == first < 23
+        more = torch.cat((text, ids[:, :4]), 1)
+        mask = torch.ones_like(more)
+        with fastspec.continuous(model, assistant=chain, rows=1) as batch:
+            batch.submit(ids, **options).result()
+            second = batch.submit(more, attention_mask=mask, **options).result()
+        assert fastspec.report(model).last.rounds == first + rounds(second, more.shape[1])
 
 
 @pytest.mark.each_value  # what chooses tokens reads the logits of every family alike
