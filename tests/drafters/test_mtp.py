@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from helpers.devices import ON_CUDA
 from helpers.generate import prompts
 from helpers.heads import as_eagle3, make_head, write
 from helpers.models import tiny_model
-from helpers.mtp import FORMS, KINDS, loaded, oracle, published, save_with, target
+from helpers.mtp import FORMS, KINDS, draft_by_token, loaded, oracle, published, save_with, target
 from helpers.pages import ROOT
 from helpers.stored import halves
 from helpers.vision import prompts_with_images, seeing
@@ -116,6 +117,52 @@ def test_drafts_are_those_of_transformers_own_layer(
         assert counts["head_input"] == (2 if skimmed == 1 else 1)  # the last pair again, where others are skimmed
         chain = [int(each[end - 1].argmax()) for each in (first, second, third)]
         assert tree.tokens[0].tolist() == [int(ids[0, end]), *chain]
+
+
+def draft_by_the_text(made: MtpModel, model: Any) -> None:
+    """Let an MTP layer draft by the token before, the state and what it attends to."""
+    draft_by_token(made, model)
+    layer = made.layers[0]
+    with torch.no_grad():
+        for weight in layer.mtp_block.parameters():
+            if weight.dim() > 1:
+                weight.mul_(4.5)
+        layer.eh_proj.weight[:, len(layer.eh_proj.weight) :] += 0.3 * torch.eye(len(layer.eh_proj.weight))
+        layer.hnorm.weight.copy_(layer.enorm.weight)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_rounds_accept_what_transformers_own_layer_drafts_from_the_whole_text(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In calls, and in an open batch whose second prompt goes on from the first's answer: the layer's keys and values
+    are those of a text that is read anew."""
+    monkeypatch.setattr("helpers.mtp.draft_by_token", draft_by_the_text)
+    model, made = loaded(kind, tmp_path)
+    options = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False}
+    chain = fastspec.Mtp(depth=3, top_k=1, total_tokens=4)
+
+    def rounds(text: Tensor, begun: int) -> int:
+        states = model(text, output_hidden_states=True).hidden_states[-1]
+        drafts = [each.argmax(-1).tolist() for each in theirs(made, model, text, states, 3)]
+        ids, end, count = text[0].tolist(), begun, 0
+        while end < len(ids) - 1:
+            chains = zip((each[end - 1] for each in drafts), ids[end + 1 :], strict=False)
+            end, count = end + 1 + len(list(takewhile(lambda pair: pair[0] == pair[1], chains))), count + 1
+        return count
+
+    with fastspec.patched(model, mtp=True):
+        ids = prompts(9)["input_ids"]
+        text = model.generate(ids, **options, assistant=chain)
+        first = rounds(text, 9)
+        assert fastspec.report(model).last.rounds == first < 23
+        more = torch.cat((text, ids[:, :4]), 1)
+        mask = torch.ones_like(more)
+        with fastspec.continuous(model, assistant=chain, rows=1) as batch:
+            batch.submit(ids, **options).result()
+            second = batch.submit(more, attention_mask=mask, **options).result()
+        assert fastspec.report(model).last.rounds == first + rounds(second, more.shape[1])
 
 
 @pytest.mark.each_value  # what chooses tokens reads the logits of every family alike
@@ -338,6 +385,7 @@ def broken(folder: Path, **changes: Tensor | None) -> None:
     ("changes", "told"),
     [
         ({"mtp.fc.weight": None}, "fc.weight is missing"),
+        ({"mtp.pre_fc_norm_embedding.weight": None}, "token_norm.weight is missing"),
         ({"mtp.layers.0.self_attn.q_norm.weight": None}, "layer.self_attn.q_norm.weight is missing"),
         ({"mtp.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}, r"quantised \(layer.mlp.up_proj.weight_scale\)"),
         (
@@ -378,6 +426,13 @@ def test_models_without_such_a_head_are_refused_by_name(tmp_path: Path) -> None:
         fastspec.patch(model, mtp=True)
     with pytest.raises(CheckpointError, match="the hub does not give it"):
         fastspec.patch(model, mtp="nobody/nothing")
+    model.config.name_or_path = str(tmp_path / "renamed")
+    with pytest.raises(CheckpointError, match=r"renamed is no directory, and no hub id .*mtp=PATH"):
+        fastspec.patch(model, mtp=True)
+    ids = torch.tensor([[7, 8]])
+    with fastspec.patched(model), pytest.raises(Unsupported, match="renamed is no directory"):
+        model.generate(ids, max_new_tokens=3, assistant="mtp")
+    model.config.name_or_path = str(tmp_path)
     torch.save({}, tmp_path / "pytorch_model.bin")
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(
@@ -404,12 +459,45 @@ def test_families_without_an_adapter_are_refused_by_name(kind: str, tmp_path: Pa
     assert (kind, "refused: it has no adapter") in mtp.inspect_mtp(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["exaone4", "starcoder2", "olmo"])
+def test_layers_that_begin_with_no_such_norm_are_refused_by_name(kind: str, tmp_path: Path) -> None:
+    """EXAONE 4.5's checkpoints bring a layer in Qwen's form."""
+    tiny_model(kind).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    broken(tmp_path, **{"mtp.fc.weight": torch.ones(2, 2), "mtp.pre_fc_norm_hidden.weight": torch.ones(2)})
+    told = f"'mtp' does not run layers like those of this {type(model).__name__}"
+    with pytest.raises(Unsupported, match=told):
+        fastspec.patch(model, mtp=True)
+    with pytest.raises(Unsupported, match=told):
+        mtp.new_mtp(model)
+    assert kind != "exaone4" or (kind, "refused: layers of its kind are not run") in mtp.inspect_mtp(tmp_path)
+
+
 def test_what_holds_no_layer_is_refused_by_its_type(tmp_path: Path) -> None:
     model, _ = loaded("qwen3_5_text", tmp_path)
     with pytest.raises(CheckpointError, match="mtp= is a Linear, which holds no draft layers: accepted are True, a d"):
         fastspec.patch(model, mtp=torch.nn.Linear(2, 2))
     with pytest.raises(CheckpointError, match="Gemma 4's draft layers are a checkpoint of their own"):
         fastspec.patch(tiny_model("gemma4_text"), mtp=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "over", "told"),
+    [
+        (
+            "qwen3_5_text",
+            {"hidden_size": 128},
+            r"of this MtpHead do not fit this .*q_proj.weight is \[128, 128\], not \[128, 64\]",
+        ),
+        ("qwen3_5_text", {"vocab_size": 120}, "drafts 120 tokens, and Qwen3_5ForCausalLM has 97"),
+        ("glm4_moe", {}, "has a Glm4MoeDecoderLayer, and Qwen3_5ForCausalLM has layers of Qwen3_5DecoderLayer"),
+    ],
+)
+def test_a_module_of_another_model_is_refused_by_name(kind: str, over: Any, told: str, tmp_path: Path) -> None:
+    model, _ = loaded("qwen3_5_text", tmp_path / "first")
+    other, _ = loaded(kind, tmp_path / "other", **over)
+    with pytest.raises(CheckpointError, match=told):
+        fastspec.patch(model, mtp=load_mtp(True, other).as_module())
 
 
 def test_blocks_among_mtp_tensors_are_refused_by_name(tmp_path: Path) -> None:
@@ -544,9 +632,17 @@ def test_a_target_with_an_adapter_is_said_to_be_drafted_for_less_well(tmp_path: 
     plain = model.generate(ids, max_new_tokens=NEW, do_sample=False)
     model.peft_config = {}
     model.peft_config["default"] = object()  # PEFT's field, which says that weights are not those of the files
-    with pytest.warns(UserWarning, match="an adapter changes what this Qwen3_5ForCausalLM says.*less often"):
+    told = "an adapter changes what this Qwen3_5ForCausalLM says.*less often"
+    with pytest.warns(UserWarning, match=told):
         fastspec.patch(model, mtp=True)
     assert torch.equal(plain, model.generate(ids, max_new_tokens=NEW, do_sample=False, assistant=TREE))
+    fastspec.unpatch(model)
+    held, model.peft_config = model.peft_config, {}
+    with fastspec.patched(model, mtp=True):
+        model.peft_config = held
+        with pytest.warns(UserWarning, match=told):
+            model.generate(ids, max_new_tokens=3, assistant=TREE)
+        model.generate(ids, max_new_tokens=3, assistant=TREE)  # which tells nothing more: a warning is an error here
 
 
 @pytest.mark.parametrize(("shares", "before"), [((0.5, 0.5), False), ((0.5, 0.529), False), ((0.5, 0.531), True)])
@@ -839,6 +935,41 @@ def test_lists_of_drafted_tokens_are_read_in_the_forms_of_others(form: str, tmp_
         read_list(path, 30)
 
 
+@pytest.mark.parametrize(
+    ("name", "held", "told"),
+    [
+        ("list.json", "[1.5, 2]", "torch.float32, and token ids are whole"),
+        ("list.json", "[true, false]", "torch.bool, and token ids are whole"),
+        ("list.json", "[]", "lists tokens none"),
+        ("list.pt", torch.tensor([False, True, True]), "torch.bool, and token ids are whole"),
+        ("list.pt", torch.tensor([1.5]), "torch.float32, and token ids are whole"),
+        ("list.pt", {"d2t": torch.tensor([1.5])}, "torch.float32, and token ids are whole"),
+        ("list.pt", {7: 100}, "neither 'd2t' nor 't2d', but 7"),
+    ],
+)
+def test_what_is_no_list_of_ids_is_not_made_one(name: str, held: Any, told: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    if isinstance(held, str):
+        path.write_text(held)
+    else:
+        torch.save(held, path)
+    with pytest.raises(CheckpointError, match=told):
+        read_list(path, 30)
+
+
+def test_an_lm_head_of_the_layers_own_has_no_draft_vocabulary(tmp_path: Path) -> None:
+    model, _ = loaded("qwen3_5_text", tmp_path, vocab_size=600)
+    broken(tmp_path, **{"mtp.lm_head.weight": torch.randn(600, 64)})
+    with fastspec.patched(model, mtp=True):
+        for asked in (None, "full", 600):
+            whole = fastspec.Mtp(depth=2, top_k=2, total_tokens=5, draft_vocab=asked)
+            model.generate(torch.tensor([[7, 8]]), max_new_tokens=3, assistant=whole)
+        with pytest.raises(
+            Unsupported, match="draft_vocab=300 takes rows of the target's LM head, and this layer brings"
+        ):
+            model.generate(torch.tensor([[7, 8]]), max_new_tokens=3, assistant=fastspec.Mtp(draft_vocab=300))
+
+
 @pytest.mark.parametrize(("kind", "lazily"), [*((kind, False) for kind in KINDS), ("qwen3_5_text", True)])
 def test_saving_the_model_keeps_its_layer(kind: str, lazily: bool, tmp_path: Path) -> None:
     """Into one file, and into several that an index names."""
@@ -855,6 +986,42 @@ def test_saving_the_model_keeps_its_layer(kind: str, lazily: bool, tmp_path: Pat
         again = AutoModelForCausalLM.from_pretrained(tmp_path / name)
         mine = load_mtp(True, again).module.state_dict()
         assert mine.keys() == held.keys() and all(torch.equal(mine[key], held[key]) for key in held)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "glm4_moe"])
+@pytest.mark.parametrize("new", [False, True])
+def test_saving_the_model_keeps_a_layer_that_was_trained(kind: str, new: bool, tmp_path: Path) -> None:
+    model, _ = loaded(kind, tmp_path / "first")
+    head = mtp.new_mtp(model) if new else load_mtp(True, model).as_module()
+    with torch.no_grad():
+        head.fc.weight.mul_(1.5)
+    with fastspec.patched(model, mtp=head):
+        model.save_pretrained(tmp_path / "other")
+    held = load_mtp(True, AutoModelForCausalLM.from_pretrained(tmp_path / "other")).module.fc.weight
+    assert torch.equal(held, head.fc.weight.bfloat16().float())
+
+
+def test_a_layer_that_no_form_tells_is_said_to_be_left_out(tmp_path: Path) -> None:
+    model, _ = loaded("ernie4_5_moe", tmp_path / "first")
+    head = load_mtp(True, model).as_module()
+    with torch.no_grad():
+        head.fc.weight.mul_(1.5)
+    told = "leaves the MTP layer out: this MTP layer has no norm before the LM head"
+    with fastspec.patched(model, mtp=head), pytest.warns(UserWarning, match=told):
+        model.save_pretrained(tmp_path / "other")
+    assert not any("mtp" in name for name in load_file(tmp_path / "other" / "model.safetensors"))
+
+
+def test_a_layer_that_was_cast_with_its_model_is_saved_as_its_files_have_it(tmp_path: Path) -> None:
+    model, _ = loaded("qwen3_5_text", tmp_path / "first")
+    held = load_mtp(True, model).module.fc.weight
+    with fastspec.patched(model, mtp=True, backend="torch"):
+        model.bfloat16()
+        model.generate(torch.tensor([[7, 8]]), max_new_tokens=3, assistant=TREE)
+        model.float()
+        model.generate(torch.tensor([[7, 8]]), max_new_tokens=3, assistant=TREE)
+        model.save_pretrained(tmp_path / "other")
+    assert torch.equal(load_file(tmp_path / "other" / "model.safetensors")["mtp.fc.weight"], held)
 
 
 def test_a_layer_that_is_gone_from_its_files_is_not_lost_in_silence(tmp_path: Path) -> None:

@@ -354,6 +354,8 @@ class MtpHead(DraftHead):
         self.binding = None
         self.source: tuple[str, str | None] | None = None
         """The directory or hub id, and the revision there, that holds the weights."""
+        self.told = False
+        """True once it was said that an adapter changed the target."""
 
     def fuse(self, features: Tensor) -> Tensor:
         """Hidden states [B, T, H] of `step`: the target's last ones, after its final norm."""

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from huggingface_hub import hf_hub_download
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -18,6 +19,8 @@ from fastspec.errors import CheckpointError, Unsupported
 from fastspec.generation.decoder_layer import LayoutKey, is_plain
 from fastspec.generation.drafters.dynamic_tree import DynamicDecoding, Expand, trees_of
 from fastspec.generation.drafters.shared_cache import SharedCacheDrafter, SharedCacheProgram
+from fastspec.generation.heads.bound import check_range
+from fastspec.generation.heads.files import check_finite
 from fastspec.generation.layer_state import FullAttentionState
 from fastspec.generation.ops import Ops
 from fastspec.generation.target import Target
@@ -65,6 +68,11 @@ def gemma4_decoding(config: Any, resources: dict[str, Any], model: Any) -> Share
     if config.fused:
         raise Unsupported(
             "fused=True drafts with an EAGLE-3 head, and Gemma 4's assistant has no such kernel: leave fused out"
+        )
+    if config.draft_vocab not in (None, "full"):
+        raise Unsupported(
+            f"draft_vocab={config.draft_vocab!r} bounds what a model's LM head drafts, and Gemma 4's assistant has one "
+            "of its own: leave it out"
         )
     scored = scored_tokens(assistant)
     if most > scored:
@@ -191,17 +199,24 @@ def _model_type(source: str | Path) -> Any:
 
 
 def _load(folder: Path, target: Any) -> Any:
-    """The assistant of a folder. Raises CheckpointError for one that lacks tensors, or has others."""
+    """The assistant of a folder. Raises CheckpointError for one that lacks tensors, or has others, or broken ones."""
     try:
         assistant, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype_of(target), output_loading_info=True, local_files_only=True
+            folder,
+            dtype=dtype_of(target),
+            output_loading_info=True,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,  # refused below by name
         )
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, SafetensorError, ValueError) as error:
         raise CheckpointError(f"mtp={folder} cannot be loaded: {error}") from error
-    keys = ("lacks", info["missing_keys"]), ("brings unknown", info["unexpected_keys"])
+    shapes = [f"{name} of {list(held)}, not {list(wanted)}" for name, held, wanted in info["mismatched_keys"]]
+    keys = ("lacks", info["missing_keys"]), ("brings unknown", info["unexpected_keys"]), ("brings", shapes)
     wrong = [f"{what} {', '.join(sorted(map(str, names)))}" for what, names in keys if names]
     if wrong:
         raise CheckpointError(f"mtp={folder}: the assistant {' and '.join(wrong)}")
+    for name, weight in assistant.named_parameters():
+        check_finite(name, weight, f"mtp={folder}")
     return assistant.eval().requires_grad_(False)
 
 
@@ -215,6 +230,7 @@ def _placed(assistant: Any, target: Any) -> Any:
     place = device_of(target), dtype_of(target)
     if (device_of(assistant), dtype_of(assistant)) == place:
         return assistant
+    check_range(dict(assistant.named_parameters()), place[1], "mtp")
     return copy.deepcopy(assistant).to(*place)
 
 

@@ -31,7 +31,7 @@ from fastspec.generation.heads.files import check_finite, some
 from fastspec.generation.heads.load import is_copy
 from fastspec.generation.heads.module import FLOATS, HeadConfig, MtpHead
 from fastspec.models import check_hub
-from fastspec.patches.assistants.heads import parts_of
+from fastspec.patches.assistants.heads import is_hub_id, parts_of
 from fastspec.patches.assistants.probe import default_prompt, states_of
 from fastspec.patches.backends import TORCH
 from fastspec.patches.call.ranks import by_first
@@ -102,6 +102,8 @@ BLOCKS = re.compile(r"(^|\.)mtp\.\d+\.markov_head\.")
 """Tensors that DSpark's blocks have, and MTP layers do not."""
 OUTSIDE = re.compile(r"^(?:token_norm|state_norm|fc|norm|lm_head|embed_tokens)\.")
 """Names of what is beside an MTP layer."""
+MARKS = {"token_norm.weight", "state_norm.weight", "fc.weight"}
+"""Tensors that no other layer has."""
 
 
 def load_mtp(source: str | Path | bool | MtpHead, model: PreTrainedModel) -> BoundHead:
@@ -114,6 +116,7 @@ def load_mtp(source: str | Path | bool | MtpHead, model: PreTrainedModel) -> Bou
             f"generic mode ({mode.why or 'it has none'}): use 'nasd' or 'speculative'"
         )
     if isinstance(source, MtpHead):
+        _check_module(source, model, mode.adapter, target)
         held = source.binding
         return bind(source, held.embedding if held is not None and held.own_embedding else None, target)
     if source is not True and not isinstance(source, (str, Path)):
@@ -132,16 +135,22 @@ def load_mtp(source: str | Path | bool | MtpHead, model: PreTrainedModel) -> Bou
             f"this {target.name} was not loaded from files (its config has no name_or_path): fastspec.patch(model, "
             "mtp=PATH) says where its MTP weights are"
         )
-    if target.has_adapter:
+    revision = revision_of(model) if source is True else None
+    form, state = read_mtp(where, target.sizes.num_layers, revision=revision)
+    head = _built(form, state, (where, revision), model, mode.adapter, target)
+    tell_of_adapter(head, target)
+    return _probed(head, model, where) if form.disputed else head
+
+
+def tell_of_adapter(head: BoundHead, target: TargetParts) -> None:
+    """Warn, once for a layer, that an adapter has changed the target that it drafts for."""
+    if target.has_adapter and isinstance(head.module, MtpHead) and not head.module.told:
+        head.module.told = True
         warnings.warn(
             f"an adapter changes what this {target.name} says, and its MTP layer was trained without: it drafts for "
             "it, and its drafts are accepted less often",
             stacklevel=3,
         )
-    revision = revision_of(model) if source is True else None
-    form, state = read_mtp(where, target.sizes.num_layers, revision=revision)
-    head = _built(form, state, (where, revision), model, mode.adapter, target)
-    return _probed(head, model, where) if form.disputed else head
 
 
 @torch.no_grad()
@@ -154,7 +163,7 @@ def new_mtp(model: PreTrainedModel) -> MtpHead:
         raise Unsupported(f"an MTP layer needs an adapter, and {target.name} runs in generic mode: train an EAGLE head")
     decoder, parts = decoder_of(model), mode.adapter
     like = [each for each in getattr(decoder, parts.layers) if hasattr(each, parts.attention)][-1]
-    norm = getattr(like, parts.input_norm).weight
+    norm = _input_norm(like, parts, target).weight
     half = torch.eye(target.sizes.hidden_size, dtype=target.dtype, device=target.device) / 2
     state = {f"layer.{name}": each.clone() for name, each in like.state_dict().items()}
     state |= {f"{name}_norm.weight": norm.mean().expand_as(norm).clone() for name in ("token", "state")}
@@ -168,6 +177,7 @@ def new_mtp(model: PreTrainedModel) -> MtpHead:
 def saved_mtp(head: MtpHead) -> dict[str, Tensor]:
     """Tensors of an MTP head by the names of Qwen's checkpoints, bfloat16. Raises Unsupported for another form."""
     faults = {
+        "is rounded to 8 bits": head.is_rounded,
         "has no norm before the LM head": head.norm is None,
         "reads states before the target's final norm": head.config.last_tap_before_norm,
         "has an embedding of its own": head.bound.own_embedding,
@@ -227,8 +237,10 @@ def _tensors(by_file: ByFile) -> dict[str, Tensor]:
 
 
 def _found(where: str, num_layers: int, revision: str | None) -> tuple[MtpForm, ByFile, set[str]] | None:
-    """The form of a checkpoint's MTP layers, their tensors, and the numbers of the layers; None where it has none."""
+    """The form of a checkpoint's MTP layers, the one with most of its marks, their tensors, and the numbers of the
+    layers; None where it has none."""
     stored = list(_files(where, revision))
+    best, most = None, 0
     for form in FORMS:
         pattern = re.compile(form.prefix.replace("N", rf"(?:{num_layers}|{num_layers + 1})"))
         by_file, steps, held = ByFile(), set[str](), dict[str, bool]()
@@ -243,9 +255,10 @@ def _found(where: str, num_layers: int, revision: str | None) -> tuple[MtpForm, 
             steps |= {match["step"] for match in mine.values() if match["step"] is not None}
             if mine:
                 by_file.append((path, {key: _renamed(form, key[match.end() :]) for key, match in mine.items()}))
-        if any("token_norm.weight" in names.values() for _, names in by_file):
-            return form, by_file, steps
-    return None
+        marks = len(MARKS.intersection(name for _, names in by_file for name in names.values()))
+        if marks > most:
+            best, most = (form, by_file, steps), marks
+    return best
 
 
 def inspect_mtp(source: str | Path) -> list[tuple[str, str]] | None:
@@ -262,7 +275,8 @@ def inspect_mtp(source: str | Path) -> list[tuple[str, str]] | None:
     row = ADAPTERS.get(kind)
     runs = "refused: fastspec runs one that is fed its own state" if len(steps) > 1 else "refused: it has no adapter"
     if len(steps) < 2 and row is not None:
-        runs = f'assistant="mtp", by the adapter {row.model_type}'
+        by = f'assistant="mtp", by the adapter {row.model_type}'
+        runs = by if row.input_norm else "refused: layers of its kind are not run"
     side = "after the target's final norm"
     return [
         ("source", str(source)),
@@ -323,6 +337,11 @@ def _files(where: str, revision: str | None) -> Iterator[tuple[Callable[[], str]
         for file in sorted(stored, key=lambda file: (file.name not in loaded, file.name)):
             yield partial(str, file), _keys(file), file.name in loaded
         return
+    if not is_hub_id(where):
+        raise CheckpointError(
+            f"{where} is no directory, and no hub id of the form owner/name: fastspec.patch(model, mtp=PATH) says "
+            "where the model's files are"
+        )
     whole = _cached(where, WHOLE, revision)
     index = _fetched(where, INDEX, revision) if whole is None or _cached(where, INDEX, revision) else None
     if index is None:
@@ -359,10 +378,8 @@ def _keys(file: Path) -> list[str]:
 
 def _cached(where: str, name: str, revision: str | None) -> str | None:
     """The path of a file of the hub's that was fetched before. Asks no network."""
-    with suppress(ValueError):  # no hub id: `_fetched` says so
-        found = try_to_load_from_cache(where, name, revision=revision)
-        return found if isinstance(found, str) else None
-    return None
+    found = try_to_load_from_cache(where, name, revision=revision)
+    return found if isinstance(found, str) else None
 
 
 def _fetched(where: str, name: str, revision: str | None) -> str | None:
@@ -385,30 +402,48 @@ def _needed(where: str, name: str, revision: str | None) -> str:
 
 
 def save_with_mtp(model: Any, *args: Any, **options: Any) -> Any:
-    """A model's `save_pretrained` that keeps the MTP layer among its tensors, which transformers would lose. Raises
-    CheckpointError, before anything is written, where the files that it was read from hold it no more."""
+    """A model's `save_pretrained` that keeps the MTP layer among its tensors, which transformers would lose: as its
+    files have it, or in Qwen's form where it was trained since. Raises CheckpointError, before anything is written,
+    where the files that it was read from hold it no more."""
     save = type(model).save_pretrained
     given = inspect.signature(save).bind(model, *args, **options).arguments
     session = session_of(model)
     head = None if session is None else session.resources.get("mtp")
-    if head is None or head.module.source is None or getattr(model, "_hf_peft_config_loaded", False):
+    if head is None or getattr(model, "_hf_peft_config_loaded", False):
         return save(model, *args, **options)
     if getattr(model, "hf_quantizer", None) is not None:
         warnings.warn(
             "save_pretrained of a quantised model leaves its MTP layer out, as transformers does", stacklevel=2
         )
         return save(model, *args, **options)
-    where, revision = head.module.source
+    try:
+        kept = _kept(head.as_module(), model)
+    except Unsupported as error:
+        warnings.warn(f"save_pretrained leaves the MTP layer out: {error}", stacklevel=2)
+        return save(model, *args, **options)
+    held = given.get("state_dict")
+    state = {**(model.state_dict() if held is None else held), **kept}
+    rest = {name: value for name, value in given.items() if name not in ("self", "state_dict", "kwargs")}
+    return save(model, **rest, **given.get("kwargs", {}), state_dict=state)
+
+
+def _kept(head: MtpHead, model: Any) -> dict[str, Tensor]:
+    """The tensors of a model's MTP layer, by the names of a checkpoint. Raises Unsupported for one that has no form."""
+    if head.source is None:
+        return saved_mtp(head)
+    where, revision = head.source
     found = _found(where, model.config.get_text_config().num_hidden_layers, revision)
     if found is None:
         raise CheckpointError(
             f"{where} holds the MTP layer no more that was read from it, and nothing was saved: "
             "fastspec.unpatch(model) lets the model be saved without"
         )
-    held = given.get("state_dict")
-    state = {**(model.state_dict() if held is None else held), **_tensors(found[1])}
-    rest = {name: value for name, value in given.items() if name not in ("self", "state_dict", "kwargs")}
-    return save(model, **rest, **given.get("kwargs", {}), state_dict=state)
+    tensors = _tensors(found[1])
+    state = _together({name: tensors[key] for _, own in found[1] for key, name in own.items()})
+    mine = {} if head.is_rounded else head.state_dict()
+    pairs = [(own.cpu().double(), state[name].double()) for name, own in mine.items() if name in state]
+    same = all(torch.allclose(*pair, rtol=2**-8, atol=1e-7) for pair in pairs)  # casts that a target was given round
+    return tensors if same else saved_mtp(head)
 
 
 def _built(
@@ -420,24 +455,12 @@ def _built(
     target: TargetParts,
 ) -> BoundHead:
     """The head of these tensors. Raises CheckpointError for any that are missing, unknown or of another shape."""
-    where, layers = source[0], getattr(decoder_of(model), adapter.layers)
-    number = _like(state, layers, adapter)
-    if number is None or adapter.embed_scale or adapter.layer_scale or adapter.parallel:
-        raise Unsupported(f"assistant 'mtp' does not run layers like those of this {target.name}")
+    where, number = source[0], _like(state, getattr(decoder_of(model), adapter.layers), adapter)
     own_lm_head = _taken(state, "lm_head.weight", target.lm_head)
     embedding = _taken(state, "embed_tokens.weight", target.embedding)
     if own_lm_head is not None:
         state["lm_head.weight"] = own_lm_head
-    like = layers[number]
-    config = _config(model, number, like, adapter, target, own_lm_head is not None)
-    norm = getattr(like, adapter.input_norm)
-    with torch.device("meta"):
-        head = MtpHead(
-            config,
-            type(like)(deepcopy(model.config.get_text_config()), number),
-            lambda: type(norm)(config.hidden_size, eps=config.rms_norm_eps),
-            final=form.final,
-        )
+    head, like = _blank(number, model, adapter, target, final=form.final, own_lm_head=own_lm_head is not None)
     _check_fits(state, head.state_dict(), target.name, where)
     head.load_state_dict(_placed(state, like, target, where), assign=True)
     left = [name for name, each in (*head.named_parameters(), *head.named_buffers()) if each.is_meta]
@@ -446,6 +469,47 @@ def _built(
     head.d2t, head.source = head.d2t.to(target.device), source
     own = None if embedding is None else _embedding(embedding, target, where)
     return bind(head.requires_grad_(False).eval(), own, target)
+
+
+def _blank(
+    number: int | None, model: Any, adapter: Adapter, target: TargetParts, *, final: bool, own_lm_head: bool
+) -> tuple[MtpHead, nn.Module]:
+    """A head without values whose layer is of the class of the target's layer of this number, and that layer."""
+    if number is None:
+        raise Unsupported(f"assistant 'mtp' does not run layers like those of this {target.name}")
+    like = getattr(decoder_of(model), adapter.layers)[number]
+    norm, config = _input_norm(like, adapter, target), _config(model, number, like, adapter, target, own_lm_head)
+    with torch.device("meta"):
+        layer = type(like)(deepcopy(model.config.get_text_config()), number)
+        head = MtpHead(config, layer, lambda: type(norm)(config.hidden_size, eps=config.rms_norm_eps), final=final)
+    return head, like
+
+
+def _check_module(head: MtpHead, model: Any, adapter: Adapter, target: TargetParts) -> None:
+    """Raise CheckpointError for a head that was made for another model."""
+    state, own = head.state_dict(), head.lm_head is not None
+    number = _like(state, getattr(decoder_of(model), adapter.layers), adapter)
+    blank, like = _blank(number, model, adapter, target, final=head.norm is not None, own_lm_head=own)
+    if type(head.layer) is not type(like):
+        raise CheckpointError(
+            f"this MtpHead has a {type(head.layer).__name__}, and {target.name} has layers of {type(like).__name__}: "
+            "give the one that was made for this model"
+        )
+    if head.config.vocab_size != blank.config.vocab_size:
+        raise CheckpointError(
+            f"this MtpHead drafts {head.config.vocab_size} tokens, and {target.name} has {blank.config.vocab_size}"
+        )
+    if not head.is_rounded:
+        _check_fits(state, blank.state_dict(), target.name, "this MtpHead")
+
+
+def _input_norm(like: nn.Module, adapter: Adapter, target: TargetParts) -> Any:
+    """The norm at the beginning of a layer, whose class those of an MTP layer have. Raises Unsupported for layers that
+    begin with none, or with one that also takes the mean away, and for families that scale or run them otherwise."""
+    norm = getattr(like, adapter.input_norm) if adapter.input_norm else None
+    if adapter.embed_scale or adapter.layer_scale or adapter.parallel or not hasattr(norm, adapter.eps):
+        raise Unsupported(f"assistant 'mtp' does not run layers like those of this {target.name}")
+    return norm
 
 
 def _check_fits(state: dict[str, Tensor], wanted: dict[str, Tensor], name: str, where: str) -> None:

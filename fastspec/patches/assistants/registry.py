@@ -36,7 +36,7 @@ from fastspec.generation.ops import Ops
 from fastspec.patches.assistants.fused import fused_drafter
 from fastspec.patches.assistants.gemma4_assistant import gemma4_decoding, is_assistant
 from fastspec.patches.assistants.heads import parts_of
-from fastspec.patches.assistants.mtp import load_mtp, save_with_mtp
+from fastspec.patches.assistants.mtp import load_mtp, save_with_mtp, tell_of_adapter
 from fastspec.patches.assistants.smaller_heads import in_bits, ops_of, refuse_fused, with_vocabulary
 from fastspec.patches.assistants.speculative import read_parameters, resolve_speculative, vocabulary
 from fastspec.patches.backends import ngram_counter, ngram_grower
@@ -228,7 +228,9 @@ def _head(name: str, resources: dict[str, Any], model: Any, top_k: int) -> Bound
         raise Unsupported(
             f"assistant {name!r} has no head: fastspec.patch(model, {name}=path_or_hub_id_or_head) supplies it"
         )
-    fresh = followed(head, parts_of(model, layers=name == Mtp.name))
+    parts = parts_of(model, layers=name == Mtp.name)
+    tell_of_adapter(head, parts)
+    fresh = followed(head, parts)
     if fresh is not head:
         resources.update({each: fresh for each, held in resources.items() if held is head})
         head = fresh

@@ -21,6 +21,7 @@ from fastspec.config import HEAD_BITS, HeadBits, Mtp
 from fastspec.devices import is_timed
 from fastspec.errors import CheckpointError, Unsupported, accepted
 from fastspec.generation.heads.bound import BoundHead, narrowed, no_rows, rounded
+from fastspec.generation.heads.files import some
 from fastspec.generation.ops import Ops
 from fastspec.patches.call.ranks import by_first
 from fastspec.patches.hf.checkpoint_files import revision_of
@@ -40,8 +41,13 @@ def with_vocabulary(head: BoundHead, config: Mtp, model: Any) -> BoundHead:
     """The head with a config's draft vocabulary. Raises CheckpointError for a list or rows that are not there."""
     asked, size = config.draft_vocab, head.config.vocab_size
     lm_head = head.binding.lm_head
-    if lm_head is None or asked == "full" or (isinstance(asked, int) and asked >= size):
+    if asked == "full" or (isinstance(asked, int) and asked >= size) or (lm_head is None and asked is None):
         return head
+    if lm_head is None:
+        raise Unsupported(
+            f"draft_vocab={asked!r} takes rows of the target's LM head, and this layer brings one of its own: "
+            "leave it out"
+        )
     if asked is None:
         few = torch.zeros(1, dtype=torch.int64, device="cpu")
         if size <= 2 * DEFAULT or no_rows(lm_head, few, head.config.hidden_size) is not None:
@@ -126,7 +132,7 @@ def read_list(path: Path, size: int) -> Tensor:
 
 def _ids(path: Path) -> Tensor:
     if path.suffix == ".json":
-        return torch.tensor(json.loads(path.read_text(encoding="utf-8")), dtype=torch.int64, device="cpu")
+        return _whole(torch.tensor(json.loads(path.read_text(encoding="utf-8")), device="cpu"))
     if path.suffix == ".safetensors":
         found: Any = load_file(path)
     elif path.suffix == ".gguf":
@@ -137,13 +143,22 @@ def _ids(path: Path) -> Tensor:
     else:
         found = torch.load(path, weights_only=True, map_location="cpu")
     if not isinstance(found, dict):
-        return torch.as_tensor(found, dtype=torch.int64, device="cpu").flatten()
+        return _whole(torch.as_tensor(found, device="cpu"))
     if "ids" in found:
-        return found["ids"].flatten()
+        return _whole(found["ids"])
     if "d2t" in found:
-        offsets = found["d2t"].to(torch.int64)
+        offsets = _whole(found["d2t"])
         return offsets + torch.arange(len(offsets), device="cpu")
+    if "t2d" not in found:
+        raise ValueError(f"it holds neither 'd2t' nor 't2d', but {some(map(str, found))}")
     return found["t2d"].nonzero().flatten()
+
+
+def _whole(numbers: Tensor) -> Tensor:
+    """Token ids [N], int64. Raises ValueError for what was no whole number, which a cast would make one."""
+    if numbers.numel() and (numbers.dtype is torch.bool or numbers.is_floating_point()):
+        raise ValueError(f"it holds {numbers.dtype}, and token ids are whole numbers")
+    return numbers.to(torch.int64).flatten()
 
 
 HINT = "patch with head_bits=16"

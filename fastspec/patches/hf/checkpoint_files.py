@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from huggingface_hub import constants
-from huggingface_hub.file_download import repo_folder_name
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -83,7 +82,7 @@ def revision_of(model: Any) -> str | None:
     where = getattr(model.config, "name_or_path", None) or ""
     if not where or Path(where).expanduser().is_dir():
         return None
-    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=where, repo_type="model")
+    folder = Path(constants.HF_HUB_CACHE) / "--".join(("models", *where.split("/")))  # a path that is gone has none
     found = sorted(each for each in folder.glob("snapshots/*") if any(each.glob("*.safetensors")))
     if len(found) < 2:
         return found[0].name if found else None
