@@ -164,6 +164,7 @@ FIELDS: list[tuple[str, dict[str, Any], int, str]] = [
         for function, words in (
             ({"name": "f", "arguments": '{"a": '}, "messages[1].tool_calls[1].function.arguments is no JSON"),
             ({"name": "f", "arguments": "[1]"}, "messages[1].tool_calls[1].function.arguments must be a JSON text"),
+            ({"name": "f", "arguments": r'{"a": ["\ud83d"]}'}, r"tool_calls[1].function.arguments has '\ud83d' at"),
             ({"arguments": "{}"}, "messages[1].tool_calls[1] must be an object with a function that has a name"),
         )
     ),
