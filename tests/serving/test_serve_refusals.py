@@ -81,6 +81,7 @@ FIELDS: list[tuple[str, dict[str, Any], int, str]] = [
     (ONE, {"suffix": "w"}, 400, "suffix"),
     (ONE, {"temperature": -1}, 400, "temperature"),
     (ONE, {"seed": 1.5}, 400, "seed"),
+    (ONE, {"seed": 2**63}, 400, "to 9223372036854775807"),
     (ONE, {"nonsense": 1}, 422, "nonsense"),
     (ONE, {"stop": [""]}, 400, "stop"),
     (ONE, {"stop": ["w" * 300]}, 400, "256 characters"),
