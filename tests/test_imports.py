@@ -189,6 +189,15 @@ def test_no_modules_import_each_other() -> None:
     )  # the circles alone
 
 
+def test_no_module_of_the_package_is_imported_by_a_text() -> None:
+    """The tests of this file read import statements."""
+    calls = [
+        (path, node) for path in ROOT.rglob("*.py") for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)
+    ]
+    named = [(path, ast.unparse(call)) for path, call in calls if "import_module" in ast.unparse(call.func)]
+    assert named and not [each for each in named if "'fastspec." in each[1]]
+
+
 def within(path: Path, paths: dict[str, Path]) -> set[str]:
     """The modules of the package that a file imports anywhere."""
     names = dotted(list(ast.walk(parsed(path))))

@@ -49,6 +49,21 @@ def read_prompts(path: str | Path) -> Iterator[tuple[int, dict[str, Any], str]]:
         yield number, row, text
 
 
+SURROGATE = re.compile("[\ud800-\udfff]")
+"""Half of a character, or a byte of a command line that is no UTF-8."""
+
+
+def refuse_torn(name: str, value: Any) -> None:
+    """Raise Unsupported where a text in a value, which may be nested, has a part that is no character."""
+    if isinstance(value, str):
+        torn = SURROGATE.search(value)
+        if torn is not None:
+            raise Unsupported(f"{name} has {torn[0]!a} at position {torn.start()}, which is no character: give UTF-8")
+    elif isinstance(value, (list, dict)):
+        for each in value if isinstance(value, list) else [*value, *value.values()]:
+            refuse_torn(name, each)
+
+
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of the parts of a message's content that are texts."""
 FIELDS_OF_PARTS = {**dict.fromkeys(TEXT_PARTS, "text"), "refusal": "refusal"}
@@ -99,12 +114,9 @@ def _as_calls(name: str, calls: Any) -> list[dict[str, Any]]:
             raise Unsupported(f"{name}[{number}].function.arguments is no JSON: {error}") from error
         if not isinstance(arguments, dict):
             raise Unsupported(f"{name}[{number}].function.arguments must be a JSON text of an object")
+        refuse_torn(f"{name}[{number}].function.arguments", arguments)
         found.append({**call, "function": {**function, "arguments": arguments}})
     return found
-
-
-SURROGATE = re.compile("[\ud800-\udfff]")
-"""Half of a character, or a byte of a command line that is no UTF-8."""
 
 
 def encode(
@@ -117,11 +129,7 @@ def encode(
     if isinstance(prompt, list) and not chat:
         raise Unsupported("a conversation needs a tokenizer with a chat template")
     talk = as_messages(prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}])
-    for torn in (SURROGATE.search(message["content"]) for message in talk):
-        if torn is not None:
-            raise Unsupported(
-                f"the prompt has {torn[0]!a} at position {torn.start()}, which is no character: give UTF-8"
-            )
+    refuse_torn("the prompt", talk)
     if chat:
         options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
         return dict(tokenizer.apply_chat_template(talk, **options).to(device))

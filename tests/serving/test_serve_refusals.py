@@ -81,6 +81,7 @@ FIELDS: list[tuple[str, dict[str, Any], int, str]] = [
     (ONE, {"suffix": "w"}, 400, "suffix"),
     (ONE, {"temperature": -1}, 400, "temperature"),
     (ONE, {"seed": 1.5}, 400, "seed"),
+    (ONE, {"seed": 2**63}, 400, "to 9223372036854775807"),
     (ONE, {"nonsense": 1}, 422, "nonsense"),
     (ONE, {"stop": [""]}, 400, "stop"),
     (ONE, {"stop": ["w" * 300]}, 400, "256 characters"),
@@ -164,6 +165,7 @@ FIELDS: list[tuple[str, dict[str, Any], int, str]] = [
         for function, words in (
             ({"name": "f", "arguments": '{"a": '}, "messages[1].tool_calls[1].function.arguments is no JSON"),
             ({"name": "f", "arguments": "[1]"}, "messages[1].tool_calls[1].function.arguments must be a JSON text"),
+            ({"name": "f", "arguments": r'{"a": ["\ud83d"]}'}, r"tool_calls[1].function.arguments has '\ud83d' at"),
             ({"arguments": "{}"}, "messages[1].tool_calls[1] must be an object with a function that has a name"),
         )
     ),

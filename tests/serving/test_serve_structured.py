@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import random
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -315,6 +317,26 @@ def test_a_grammar_that_leads_nowhere_is_the_client_s_mistake(server: Served) ->
     with pytest.raises(openai.APIError, match="the grammar does not allow") as told:
         list(server.client().chat.completions.create(**given, stream=True))
     assert told.value.code == "400"
+
+
+def test_the_log_says_of_a_refused_grammar_that_and_why(server: Served, caplog: pytest.LogCaptureFixture) -> None:
+    """Before an answer has begun it is no answer that was cancelled; in its middle it is no error of the server's."""
+    caplog.set_level(logging.INFO, "fastspec.serve")
+    counts = [f'fastspec_requests_total{{outcome="{each}"}}' for each in ("cancelled", "error")]
+    before = [server.metric(each) for each in counts]
+    loop, umlaut = {"$ref": "#/$defs/n", "$defs": {"n": {"$ref": "#/$defs/n"}}}, {"const": "\u00fc"}
+    cases = (loop, False, "first token"), (umlaut, False, "does not allow"), (umlaut, True, "does not allow")
+    for number, (schema, stream, said) in enumerate(cases):
+        form = {"type": "json_schema", "json_schema": {"schema": schema}}
+        given = asked(response_format=form, stream=stream, extra_headers={"x-request-id": f"it{number}"})
+        with pytest.raises(openai.APIError):
+            list(server.client().chat.completions.create(**given))
+        lines = [f"it{number}: refused with 400, .*{said}", f"it{number}: refused, 8 prompt tokens"]
+        for line in lines[: 1 if schema is loop else 2]:
+            server.wait(lambda line=line: re.search(line, caplog.text))
+    own = [each for each in caplog.records if each.getMessage().startswith("it")]
+    assert len(own) == 5 and {each.levelno for each in own} == {logging.INFO}
+    assert [server.metric(each) for each in counts] == before
 
 
 def test_rows_with_and_without_structures_run_in_one_batch(server: Served) -> None:

@@ -286,16 +286,24 @@ def test_the_command_loads_answers_and_counts(small, tmp_path, monkeypatch):
 def test_a_prompt_that_no_tokenizer_or_template_takes_ends_no_other(small, tmp_path):
     """Half of a character, which JSON may name, and a message whose content is no text."""
     file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    call = {"type": "function", "function": {"name": "f", "arguments": r'{"a": "\ud83c"}'}}
+    torn = (
+        [{"role": "assistant", "tool_calls": [call]}],
+        [{"role": "user", "content": "w5", "reasoning_content": "\ud83c"}],
+    )
     rows = [{"prompt": "\ud83c w5"}, {"messages": [{"role": "user", "content": 5}]}, {"prompt": "w5 w6"}]
+    rows += [{"messages": each} for each in torn]
     file.write_text("\n".join(map(json.dumps, rows)))
     for _ in range(2):  # and again, when the file has a line of each
-        assert answer_file(*small, file, out, assistant=TREE, rows=2, max_new_tokens=3).failed == 2
+        assert answer_file(*small, file, out, assistant=TREE, rows=2, max_new_tokens=3).failed == 4
     found = answers(out)
-    assert [row["line"] for row in found] == [1, 1, 2, 2, 3] and found[0]["prompt"] == rows[0]["prompt"]
+    assert [row["line"] for row in found] == [1, 1, 2, 2, 3, 4, 4, 5, 5] and found[0]["prompt"] == rows[0]["prompt"]
     assert (
         r"has '\ud83c' at position 0" in found[0]["error"]
         and "messages[0].content must be a text" in found[2]["error"]
         and found[4]["text"] == emitted(small, "w5 w6", 3)[0]
+        and r"tool_calls[0].function.arguments has '\ud83c'" in found[5]["error"]
+        and r"the prompt has '\ud83c'" in found[7]["error"]
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +42,10 @@ def read_launches(path: Path) -> Launches:
     found = files.read(path)
     if found is None:
         return {}
-    kinds = import_module("fastspec.patches.tuning.candidates").KINDS
+    from fastspec.patches.tuning.candidates import KINDS
+
     try:
-        return {(row["op"], _place(row["place"])): _launch(row["launch"], kinds) for row in found["launches"]}
+        return {(row["op"], _place(row["place"])): _launch(row["launch"], KINDS) for row in found["launches"]}
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         files.ignore(path, f"no launches: {type(error).__name__}: {error}")
         return {}
@@ -53,12 +53,13 @@ def read_launches(path: Path) -> Launches:
 
 def keep(device: torch.device, launches: Launches, rows: Mapping[tuple[str, Place], dict[str, Any]]) -> Path:
     """Add launches to a device's file and use them; `rows` says how they were found -> the file."""
-    kinds = import_module("fastspec.patches.tuning.candidates").KINDS
+    from fastspec.patches.tuning.candidates import KINDS
+
     path = path_of(device)
     before = files.read(path) or {}
     held = {(row["op"], _place(row["place"])): row for row in before.get("launches", [])} if read_launches(path) else {}
     for (op, place), launch in launches.items():
-        kind = next((name for name, each in kinds.items() if type(launch) is each), None)
+        kind = next((name for name, each in KINDS.items() if type(launch) is each), None)
         told = None if launch is None else {"kind": kind, **asdict(launch)}
         words = [str(each) if isinstance(each, torch.dtype) else each for each in place]
         held[op, place] = {"op": op, "place": words, "launch": told, **rows[op, place]}
@@ -85,8 +86,9 @@ def tables_of(ops: Ops, dtype: torch.dtype, device: torch.device) -> str:
         return "none"
     if any(dtype in place for _, place in use_tuned(device)):
         return "tuned"
-    launch = import_module("fastspec.kernels.launch")
-    return "shipped" if name_of(device) in MEASURED and not launch.PORTABLE else "portable"
+    from fastspec.kernels.launch import PORTABLE
+
+    return "shipped" if name_of(device) in MEASURED and not PORTABLE else "portable"
 
 
 def _place(words: list[Any]) -> Place:

@@ -63,6 +63,8 @@ SILENCE = 5.0
 GONE = 60_000
 """Milliseconds after which a connection ends whose client acknowledges nothing, as where its network is down: it would
 hold a row for a quarter of an hour."""
+LOGGED = 500
+"""Characters of a refusal that the log has: it may name a part of the request, which may be long."""
 log = logging.getLogger("fastspec.serve")
 FLAGS: dict[str, Check] = dict.fromkeys(("add_special_tokens", "add_generation_prompt", "return_token_strs"), TRUTH)
 OF_TEMPLATES = "messages", "tools", "chat_template_kwargs"
@@ -150,7 +152,7 @@ def build_app(
     async def model(request: Request) -> JSONResponse:
         asked = request.path_params["asked"]
         if asked != name:
-            return _failed(unknown_model(asked, name), "", "/v1/models")
+            return _failed(unknown_model(asked, name), request.url.path, "/v1/models")
         return JSONResponse(only)
 
     async def health(request: Request) -> JSONResponse:
@@ -252,7 +254,9 @@ async def _stream(answers: ServedAnswers, form: Form) -> AsyncIterator[str]:
             if lines:
                 yield lines
     except Exception as error:
-        yield _lines(form.failed(*_told(error)[:2]))
+        message, status, *_ = _told(error)
+        _log_refusal(answers.asked.request_id, status, message)
+        yield _lines(form.failed(message, status))
         return
     finally:
         beating.cancel()
@@ -275,11 +279,17 @@ def _told(error: Exception) -> tuple[str, int, str | None, dict[str, str] | None
 
 
 def _failed(error: Exception, name: str, path: str) -> JSONResponse:
-    """The answer of a request that has none; what is no refusal is logged."""
+    """The answer of a request that has none."""
     message, status, code, headers = _told(error)
     if status == 500:
         log.error("%s failed", name, exc_info=error)
+    _log_refusal(name, status, message)
     return JSONResponse(error_on(path, message, status, code), status, headers)
+
+
+def _log_refusal(name: str, status: int, message: str) -> None:
+    if status < 500:
+        log.info("%s: refused with %d, %r", name, status, message[:LOGGED])
 
 
 def policy_of(text: str) -> str:

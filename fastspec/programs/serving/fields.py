@@ -31,7 +31,8 @@ LENGTHS = "max_output_tokens", "max_tokens", "max_completion_tokens"
 
 
 def _whole(low: float, high: float = 2**63 - 1) -> Check:
-    said = f"{low}" if low == high else f"a whole number from {low} on" + (f" to {high}" if high < 2**62 else "")
+    most = f" to {high}" if high < 2**62 or low < 0 else ""
+    said = f"{low}" if low == high else f"a whole number from {low} on{most}"
     return lambda value: isinstance(value, int) and not isinstance(value, bool) and low <= value <= high, said
 
 

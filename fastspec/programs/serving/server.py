@@ -142,9 +142,12 @@ class Row:
             self.answers.post(self.index, events, urgent)
 
     def over(self, future: Future[Any]) -> None:
+        if self.answers.refused:
+            return
         cancelled = future.cancelled() and self.failed is None
         error = self.failed or (None if cancelled else future.exception())
-        outcome = "cancelled" if cancelled else "error" if error is not None else self._reason()
+        failure = "refused" if isinstance(error, Unsupported) else "error"
+        outcome = "cancelled" if cancelled else failure if error is not None else self._reason()
         try:
             if cancelled:
                 error = Refused("the server stops", 503)
@@ -196,6 +199,8 @@ class ServedAnswers:
     mail: Mail
     queue: asyncio.Queue[tuple[int, Posted]] = field(default_factory=asyncio.Queue)
     sent: list[Sent] = field(default_factory=list)
+    refused: bool = False
+    """True where the batch does not take them: the request is answered with that, and is no answer that ended."""
 
     def post(self, index: int, item: Posted, urgent: bool = False) -> None:
         self.mail.post(self.queue, (index, item), urgent)
@@ -293,7 +298,8 @@ class Server:
                     self._send(answers, place * asked.n + number, prompt, config, scored[place])
             for sent in answers.sent:
                 await self._is_taken(sent)
-        except BaseException:
+        except BaseException as error:
+            answers.refused = isinstance(error, Refused)
             answers.cancel()
             raise
         self.metrics.prompt_tokens.inc(prompt_tokens)
