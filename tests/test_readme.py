@@ -82,6 +82,16 @@ def median(file: str, method: str) -> float:
     return statistics.median(row["tokens_per_second"] for row in rows(file, method=method))
 
 
+def minor(version: str) -> str:
+    """A version without its last number."""
+    return version.rpartition(".")[0]
+
+
+def measured_with(*files: str) -> set[str]:
+    """The minor versions of transformers that the rows of these files name."""
+    return {minor(row["transformers"]) for file in files for row in rows(file, batch=1)}
+
+
 def claims(picture: Any) -> list[tuple[str, str]]:
     """The phrases of README that have numbers, as rows say them, each with the file of its rows; "" for versions."""
     real, beside, cpu = picture.PANELS
@@ -97,7 +107,8 @@ def claims(picture: Any) -> list[tuple[str, str]]:
     (python,) = re.findall(r'requires-python = ">=([\d.]+)"', project)
     (torch,) = re.findall(r'"torch>=([\d.]+)"', project)
     ((oldest, beyond),) = re.findall(r'"transformers>=([\d.]+),<5\.(\d+)"', project)
-    release = ".".join(versions["transformers"].split(".")[:2])
+    release = minor(versions["transformers"])
+    (older,), (newer,) = measured_with(real.rows), measured_with(beside.rows, cpu.rows)
     return [
         (
             f"H100: generate {gpu['transformers']}, no drafts {gpu['autoregressive']}, n-grams {gpu['nasd']}, "
@@ -117,17 +128,18 @@ def claims(picture: Any) -> list[tuple[str, str]]:
         (f"a head's drafts make the model {again:.1f} times as fast as no drafts", real.rows),
         (f"{faster:.1f} times as fast as transformers' static cache", beside.rows),
         *((each, real.rows) for each in size(real.rows)),
-        (size(beside.rows)[0], beside.rows),
+        (size(beside.rows)[0].replace(" ", " such "), beside.rows),
         *((each, cpu.rows) for each in size(cpu.rows)),
         (f"Python {python} and torch {torch}, or newer, and transformers {oldest} to 5.{int(beyond) - 1}", ""),
+        (f"transformers {older}, else {newer}", real.rows),
         (f"of transformers {release}", sweep.RESULTS.name),
         (f"{found['adapter'] + found['generic']} gave equal tokens", sweep.RESULTS.name),
         (f"{found['refused']} are refused by name, {found['wrong'] or 'none'} differed", sweep.RESULTS.name),
         (f"{found['untried']} were not tried", sweep.RESULTS.name),
         (f"{equal(exact=True)} on an H100, {equal(exact=False)} without", "exact_h100.jsonl"),
         (f"SmolLM2's {all_equal()} with eagle3 on an H200", "exact_h200.jsonl"),
-        (f"prompt lookup makes {picture.number(median(beside.rows, 'prompt-lookup'))}", beside.rows),
-        (f"assisted generation makes {picture.number(median(cpu.rows, 'assisted'))}", cpu.rows),
+        (f"prompt lookup: {picture.number(median(beside.rows, 'prompt-lookup'))}", beside.rows),
+        (f"assisted generation: {picture.number(median(cpu.rows, 'assisted'))}", cpu.rows),
         (f"{texts:,} texts", "distribution_h200.jsonl"),
     ]
 

@@ -1,6 +1,6 @@
 """Choice of `backend="auto"` on the CPU: the C++ kernels, where this machine can build them and they pass the
-self-check, for adapted models in fp32, and in bf16 where they are quicker than torch; plain torch else, and why. The
-environment's FASTSPEC_CPU says "auto" (that) or "torch" (plain torch)."""
+self-check, for adapted models in fp32, and in bf16 where they are quicker than torch; plain torch else, and why, with
+a warning where that can be mended. The environment's FASTSPEC_CPU says "auto" (that) or "torch" (plain torch)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastspec.patches.checks.self_check import chosen, self_check
 SETTING = "FASTSPEC_CPU"
 CHOICES = ("auto", "torch")
 _tried: dict[tuple[str, torch.dtype], str | None] = {}
-"""What this process found: the name of a library, a dtype -> why it is not used, or None."""
+"""What this process found: the name of a library or why there is none, a dtype -> why it is not used, or None."""
 SAMPLE, ROWS = (1536, 576), (1, 8)
 """The weight, and the rows of a token and of a small tree, whose products tell whether bf16 models gain."""
 
@@ -43,14 +43,12 @@ def why_torch(dtype: torch.dtype, adapted: bool) -> str | None:
             f"the C++ kernels compute in float32 and bfloat16, and the model is in {str(dtype).removeprefix('torch.')}"
         )
     why = build.missing()
-    if why is not None:
-        return f"the C++ kernels cannot be built here: {why}"
-    key = build.library_name(), dtype
+    key = why or build.library_name(), dtype
     if key not in _tried:
-        _tried[key] = _try(dtype)
-        if _tried[key] is not None:
+        _tried[key] = _try(dtype) if why is None else f"the C++ kernels cannot be built here: {why}"
+        if _tried[key] is not None and build.unfit() is None:
             warnings.warn(f'backend="auto" takes plain torch on the CPU: {_tried[key]}', RuntimeWarning, stacklevel=2)
-        elif dtype is torch.bfloat16:
+        elif _tried[key] is None and dtype is torch.bfloat16:
             _tried[key] = _slower()
     return _tried[key]
 

@@ -124,11 +124,14 @@ def read_left(
     prompts: str | Path, out: Path, settings: dict[str, Any], share: tuple[int, int] = (0, 1), mend: bool = False
 ) -> tuple[int, list[Task]]:
     """(number of lines in a process's share, those that `out` does not answer yet); `mend` as in `read_answered`.
-    Raises Unsupported for files of another form, other prompts or settings, and where `out` cannot be written."""
+    Raises Unsupported for files of another form or no prompts, other prompts or settings, and an `out` that cannot be
+    written."""
     place, fits = (out, out.is_file()) if out.exists() else (out.parent, out.parent.is_dir())
     if not fits or not os.access(place, os.W_OK):
         raise Unsupported(f"{out} cannot be written: name a file in a folder that is there")
     tasks, answered = list(read_tasks(prompts)), read_answered(out, mend)
+    if not tasks:
+        raise Unsupported(f"there are no prompts in {prompts}")
     for task in tasks:
         if task.line not in answered:
             continue

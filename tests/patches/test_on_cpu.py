@@ -108,16 +108,26 @@ def test_a_backend_that_is_named_is_taken(monkeypatch):
         assert fastspec.report(model).backend == "torch" and fastspec.report(model).why_torch is None
 
 
-def test_without_a_compiler_plain_torch_is_taken_in_silence(monkeypatch, capsys):
+@needs_compiler
+def test_a_compiler_that_is_not_there_is_told_once(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.warns(RuntimeWarning, match='backend="auto" takes plain torch on the CPU.*install one') as told:
+        reports = [chosen(tiny_model()) for _ in range(2)]
+    assert len(told) == 1
+    assert all(report.backend.startswith("torch") and "cannot be built here" in report.why_torch for report in reports)
+
+
+@pytest.mark.parametrize(("setting", "machine"), [("torch", "x86_64"), ("auto", "arm64")])
+def test_plain_torch_is_taken_in_silence_where_it_is_asked_for_or_no_compiler_would_help(
+    monkeypatch, capsys, setting, machine
+):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("FASTSPEC_CPU", setting)
+    monkeypatch.setattr(build.platform, "machine", lambda: machine)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         report = chosen(tiny_model())
-    assert (
-        report.backend.startswith("torch")
-        and "cannot be built here" in report.why_torch
-        and not capsys.readouterr().err
-    )
+    assert report.backend.startswith("torch") and report.why_torch and not capsys.readouterr().err
 
 
 @needs_compiler

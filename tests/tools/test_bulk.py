@@ -312,12 +312,14 @@ def test_files_that_cannot_be_read_or_written_are_told_before_a_model_is_loaded(
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "w5"}')
     (tmp_path / "broken.jsonl").write_text('{"prompt": "w5"')
+    (tmp_path / "blank.jsonl").write_text("\n\n")
     for prompts, out, words in (
         (file, tmp_path, "cannot be written"),
         (file, tmp_path / "none" / "out.jsonl", "cannot be written"),
         (file, file / "out.jsonl", "cannot be written"),
         (tmp_path / "broken.jsonl", tmp_path / "out.jsonl", "no JSON object"),
         (tmp_path / "none.jsonl", tmp_path / "out.jsonl", "no such file"),
+        (tmp_path / "blank.jsonl", tmp_path / "out.jsonl", "there are no prompts in"),
     ):
         done = CliRunner().invoke(app, ["generate", "--prompts", str(prompts), "--out", str(out)])
         assert done.exit_code == 1 and isinstance(done.exception, (Unsupported, SystemExit)), done.exception

@@ -34,6 +34,7 @@ def saved(tmp_path_factory) -> Path:
     folder, target = tmp_path_factory.mktemp("names"), small_target()
     save_with_tokenizer(target, folder / "model")
     (folder / "items.jsonl").write_text('{"prompt": "w5"}\n')
+    (folder / "empty.jsonl").write_text("")
     save_eagle3(tiny_head(target), folder / "head")
     save_eagle3(tiny_head(target), folder / "other", taps=(0, 2, 40))
     (folder / "older").mkdir()
@@ -136,6 +137,9 @@ CASCADE = (
         (["train", "--out", "x"], 2, "name the model"),
         (["serve", "--heaad", "x"], 2, "no such option: --heaad: did you mean --head?"),
         (["bench", "--eagel3", "x"], 2, "did you mean --eagle3?"),
+        (["bench", "--qqqq", "x"], 2, "no such option: --qqqq ╰"),
+        (["bench", "{}/model", "--assistant", "eagel3"], 1, "did you mean eagle3?"),
+        (["inspect", "--head", "x"], 2, "no such option: --head: HEAD is an argument, without a name"),
         (["tuen"], 2, "Did you mean 'tune'?"),
         (["chat", "{}/model", "--assistant", "eagel3", "--prompt", "w5"], 1, "did you mean eagle3?"),
         (["serve", "{}/model", "--assistant", "nsad"], 1, "did you mean nasd?"),
@@ -158,6 +162,8 @@ CASCADE = (
         (["inspect", "{}/other", "{}/model", "--probe"], 1, "does not fit"),
         (["inspect", "smollm2-135m-instuct"], 1, "did you mean smollm2-135m-instruct?"),
         ([*TRAIN, "--prompts", "{}/none.jsonl"], 1, "none.jsonl: no such file"),
+        ([*TRAIN, "--prompts", "{}/empty.jsonl"], 1, "there are no prompts in"),
+        ([*TRAIN, "--prompts", "{}/items.jsonl", "--heldout", "{}/empty.jsonl"], 1, "there are no prompts in"),
         ([*TRAIN, "--prompts", "{}/items.jsonl", "--start-from", "{}/other"], 1, "does not fit the model"),
         ([*TRAIN, "--prompts", "{}/items.jsonl", "--loss", "hybird"], 2, "did you mean hybrid?"),
         ([*CASCADE, "--stage", "a={}/model", "--head", "a={}/other"], 1, "does not fit the model"),

@@ -316,7 +316,7 @@ def test_no_prompts_and_an_output_that_is_a_file_are_told(tmp_path):
     empty.write_text("")
     given = {"target": "given", "prompts": str(empty), "epochs": 1.0, "progress": False, "mixed_precision": "no"}
     resources = {"target": small_target(), "tokenizer": small_tokenizer(), "device": "cpu"}
-    with pytest.raises(Unsupported, match="holds no prompt"):
+    with pytest.raises(Unsupported, match="there are no prompts in"):
         train(TrainConfig(output=str(tmp_path / "head"), **given), **resources)
     assert not (tmp_path / "head").exists()
     with pytest.raises(Unsupported, match="is no folder"):

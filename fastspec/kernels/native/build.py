@@ -74,15 +74,21 @@ def compiler() -> list[str] | None:
     return next(([found, *options] for name, *options in ways if (found := shutil.which(name))), None)
 
 
-def missing() -> str | None:
-    """Reason for which the kernels cannot be built here, or None."""
+def unfit() -> str | None:
+    """Reason for which no compiler could build the kernels for this machine, or None."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return f"they were tried on Linux and x86-64 alone, and this is {platform.system()} on {platform.machine()}"
     if torch.backends.cpu.get_cpu_capability() not in FLAGS:
         return f"they need AVX2, and torch uses {torch.backends.cpu.get_cpu_capability()} on this processor"
-    if compiler() is None:
-        return f"there is no C++ compiler ({', '.join(COMPILERS)}, or what CXX in the environment names)"
     return None
+
+
+def missing() -> str | None:
+    """Reason for which the kernels cannot be built here, or None."""
+    if (why := unfit()) is None and compiler() is None:
+        names = ", ".join(COMPILERS)
+        why = f"there is no C++ compiler ({names}, or what CXX in the environment names): install one, such as g++"
+    return why
 
 
 def command(source: Path, out: Path) -> list[str]:

@@ -46,15 +46,16 @@ SPELLINGS = {
     "--max-tokens": "--max-new-tokens",
     "--new-tokens": "--max-new-tokens",
     "--output": "--out",
+    "--assistant": "--methods",
 }
-"""Older spelling of an option, which goes on working -> its name."""
+"""Older name of an option, or what other commands call it -> its name."""
 
 
 UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 class NamingCommand(typer.core.TyperCommand):
-    """Command that takes older spellings of its options, and says what a mistyped one is like and where one went."""
+    """Command that takes other spellings of its options, and says what a mistyped one is like and where one went."""
 
     gone: ClassVar[Mapping[str, str]] = {}
 
@@ -69,7 +70,10 @@ class NamingCommand(typer.core.TyperCommand):
         except UsageError as error:
             if type(error).__name__ == "NoSuchOption":  # typer brings a click of its own: it is told by name
                 name = error.option_name
-                raise UsageError(f"no such option: {name}: {meant(name, [*known, *old])}", ctx) from error
+                options = [each for each in (*known, *old) if each.startswith("-")]
+                word = name.removeprefix("--")
+                like = f"{word.upper()} is an argument, without a name" if word in known else meant(name, options)
+                raise UsageError(": ".join(filter(None, (f"no such option: {name}", like))), ctx) from error
             raise
 
 

@@ -62,7 +62,9 @@ def train(
     on_cpu = _use(device) == "cpu"
     accelerator = Accelerator(cpu=on_cpu, mixed_precision=config.mixed_precision, kwargs_handlers=[waits])
     if accelerator.is_main_process:  # the others need no files of texts
-        for path in filter(None, (config.prompts, config.heldout, *config.answers)):
+        for path in filter(None, (config.prompts, config.heldout)):
+            (_existing if path.endswith(".npz") else _rows)(path)
+        for path in config.answers:
             _existing(path)
     if config.start_from and config.kind != "mtp" and target is None:  # before weights are loaded
         read_heads([config.start_from], load_config(config.target))
@@ -111,9 +113,7 @@ def prepare(config: TrainConfig, target: Any, tokenizer: Any, clock: TimeLimit, 
     folder, ends = Path(config.output), end_tokens(target, tokenizer)
     if config.follow_ups:
         follow_up(tokenizer, ".", ends)
-    rows = read_prompts(_existing(config.prompts)) if config.prompts else []
-    if config.prompts and not rows:
-        raise Unsupported(f"{config.prompts} holds no prompt")
+    rows = _rows(config.prompts) if config.prompts else []
     _record(config, folder)
 
     def answered(rows: list[Row], name: str, what: str, greedy: bool = False) -> Texts:
@@ -129,7 +129,7 @@ def prepare(config: TrainConfig, target: Any, tokenizer: Any, clock: TimeLimit, 
     if config.heldout.endswith(".npz"):
         heldout = Texts.load(config.heldout)
     elif config.heldout:
-        few = read_prompts(config.heldout)[: config.heldout_texts]
+        few = _rows(config.heldout)[: config.heldout_texts]
         heldout = answered(few, "heldout", "held-out prompts", greedy=True)
     else:
         keep, count = np.zeros(len(texts), dtype=bool), max(1, min(config.heldout_texts, len(texts) // 100))
@@ -161,6 +161,13 @@ def _existing(path: str) -> Path:
     if not Path(path).is_file():
         raise Unsupported(f"{path}: no such file")
     return Path(path)
+
+
+def _rows(path: str) -> list[Row]:
+    """The rows of a file of prompts. Raises Unsupported where it has none."""
+    if not (rows := read_prompts(_existing(path))):
+        raise Unsupported(f"there are no prompts in {path}")
+    return rows
 
 
 def _read_answers(path: Path, rows: list[Row], tokenizer: Any) -> Texts:
