@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastspec.devices import is_timed, memory_of
+from fastspec.distribution import install_command
 from fastspec.errors import Unsupported, meant
 
 if TYPE_CHECKING:
@@ -279,6 +280,8 @@ def source_of(name: str) -> tuple[str, dict[str, Any]]:
         return name, {}
     if not path.is_file():
         raise Unsupported(f"{path}: no such GGUF file")
+    if importlib.util.find_spec("gguf") is None:
+        raise Unsupported(f"{path} is read by the package gguf, which is not installed: {install_command('demo')}")
     return str(path.parent), {"gguf_file": path.name}
 
 
@@ -294,7 +297,7 @@ def _unpack(packed: dict[str, Any]) -> dict[str, Any]:
 def _read_once(packed: bool) -> Iterator[None]:
     """Keep a GGUF's header while a model is loaded: transformers reads it three times, and its table of names for every
     module, each in seconds of Python. Loads in other threads wait. Nothing where it is not `packed`."""
-    if not packed or importlib.util.find_spec("gguf") is None:  # transformers says what is missing
+    if not packed:
         yield
         return
     gguf: Any = importlib.import_module("gguf")

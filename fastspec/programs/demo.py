@@ -128,7 +128,8 @@ def run_demo(
     say = console.print
     device = use_device(device)
     count = max_new_tokens or (NEW_TOKENS_ON_CUDA if device.startswith("cuda") else NEW_TOKENS)
-    if head is not None and "eagle3" not in fitting_heads([head], model):
+    head = head or SMOLLM2
+    if "eagle3" not in fitting_heads([head], model):
         raise Unsupported(f"the demo decodes with EAGLE-3, and {head} is an EAGLE-1/2 head: fastspec bench takes it")
     target, tokenizer = load_model(model, device)
     texts = prompts or [text for _, text in PROMPTS]
@@ -156,10 +157,10 @@ def run_demo(
     say(f"{model} on {device}, {result.dtype}, {torch.get_num_threads()} threads, greedy, {count} new tokens at most")
     if load is not None and load >= BUSY:
         say(f"[yellow]This machine is busy (load average {load:.1f} per processor): times and ratios will be off.[/]")
-    with fastspec.patched(target, eagle3=head or SMOLLM2, backend=backend):
+    with fastspec.patched(target, eagle3=head, backend=backend):
         pass  # what cannot be patched is refused before transformers answers, which takes most of the time
     result.runs[BASELINE] = timed(BASELINE)  # unpatched: this is the model as transformers made it
-    with fastspec.patched(target, eagle3=head or SMOLLM2, backend=backend):
+    with fastspec.patched(target, eagle3=head, backend=backend):
         if streams:
             colours = " [bold green]Green[/]: drafted and accepted. Plain: the model's own token of each round."
             say("\nEAGLE-3 answers." + colours * (console.color_system is not None))

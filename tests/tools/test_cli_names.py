@@ -3,6 +3,7 @@ loaded."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import subprocess
@@ -23,6 +24,7 @@ from fastspec.devices import memory_of
 from fastspec.errors import CheckpointError, Unsupported, accepted
 from fastspec.models import SMOLLM2, load_config, load_model
 from fastspec.patches.api import ASSISTANTS
+from fastspec.patches.assistants import heads as heads_of
 from fastspec.programs import heads
 from fastspec.programs.cli import device as cli_device
 from fastspec.programs.training import TrainConfig
@@ -178,6 +180,28 @@ def test_what_cannot_be_is_told_before_weights_are_loaded(
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights are loaded"))
     done = run(*(word.format(saved) for word in arguments))
     assert done.exit_code == status and words in " ".join(re.findall(r"[^\s│]+", done.output)), done.output
+
+
+@pytest.mark.parametrize(
+    ("package", "words"),
+    [
+        ("gguf", "is read by the package gguf, which is not installed: pip install"),
+        (heads_of.PACKAGE, heads_of.INSTALL),
+    ],
+)
+@pytest.mark.parametrize("command", ["demo", "generate", "warmup"])
+def test_a_package_that_is_missing_is_told_before_weights_are_loaded(
+    saved: Path, tmp_path: Path, command: str, package: str, words: str, monkeypatch
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == package else find(name, *more))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights are loaded"))
+    files = ["--prompts", str(saved / "items.jsonl"), "--out", str(tmp_path / "out.jsonl")]
+    more = {"demo": [], "generate": files, "warmup": ["--head", SMOLLM2]}[command]
+    done = run(command, "--model", SMOLLM2, *more)
+    assert done.exit_code == 1 and words in done.output, done.output
 
 
 def test_older_spellings_are_not_in_the_help() -> None:

@@ -109,9 +109,13 @@ def patched_model(
     """(model, tokenizer), loaded and patched as a command's options say, `heads` by assistant."""
     import torch
 
+    from fastspec.patches.assistants.heads import packaged_head
+
     on = use_device(device)
     if draft_model:
         load_config(draft_model)  # a mistyped name is told before the target is loaded
+    for head in (heads or {}).values():
+        packaged_head(head)  # so is the package of heads, where it is missing
     kind, packed = getattr(torch, dtype) if dtype else None, True if stored and processes == 1 else None
     target, tokenizer = load_model(name, on, kind, packed=packed, **cut_over(processes))
     resources: dict[str, Any] = dict(heads or {})
