@@ -80,7 +80,7 @@ class Joining:
         self.logits, features = self.target.prefill(part, part.new_full((1,), part.shape[1]))  # waits for nothing
         self.done += part.shape[1]
         if self.drafter is not None:
-            self.features.append(features)
+            self.features.append(features.clone() if self.left else features)  # the next part may write over them
 
     def take_over(self, ids: Tensor, features: Tensor) -> None:
         """Go on behind tokens ids [1, k] of an answer that the target has committed, with their features [1, k, F]."""
