@@ -94,6 +94,12 @@ class Script:
     def interrupt(self) -> None:
         """No time of its rounds is taken."""
 
+    def defer(self, *text: Any) -> None:
+        """No prompt waits for its drafter."""
+
+    def has_unread(self, row: int) -> bool:
+        return False
+
     def end(self) -> None:
         self.log.append("end")
 
@@ -101,8 +107,8 @@ class Script:
         self.one = Reader(self.target.wide), None if self.drafter is None else Told()
         return self.one
 
-    def admit(self, row: int, target: Any, drafter: Any, root: Tensor, count: int) -> None:
-        assert not self.in_flight and (target, drafter) == self.one
+    def admit(self, row: int, target: Any, drafter: Any, root: Tensor, count: int, *more: None) -> None:
+        assert not self.in_flight and (target, drafter) == self.one and not any(more)
         assert self.drafter is None or len(drafter.log) == 1
         self.log.append(("admit", row, count, root.tolist()))
         self.holds[row], self.generated[row], self.state.root[row] = count - 1, 1, root[0]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.captured import stand_in
 from helpers.generate import TREE
 from helpers.open import GREEDY, SECONDS, Gate, alone, made, texts, told
 from helpers.seq2seq import tiny_seq2seq
@@ -21,6 +22,7 @@ from transformers import TextIteratorStreamer
 import fastspec
 from fastspec import FastSpecError, PatchConflict, Unsupported
 from fastspec.generation import sequence_state as buffers
+from fastspec.generation.drafters.head_drafter import HeadDrafter
 from fastspec.generation.engine.engine import Engine
 from fastspec.generation.engine.rounds import Rounds
 from fastspec.patches.hf.model import HFModel
@@ -296,3 +298,30 @@ def test_who_waits_for_a_turn_is_next():
     assert (
         sorted(waited)[len(waited) // 2] <= 4 and len(taken) > 5
     )  # a busy machine may stop this thread before it begins to wait
+
+
+def test_a_prompt_that_is_read_in_parts_of_one_width_keeps_the_features_of_each(monkeypatch):
+    """A captured pass writes over those of the one before."""
+    stand_in(monkeypatch)
+    held: list[Tensor] = []
+    begin = HeadDrafter.begin
+
+    def watched(self: HeadDrafter, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> None:
+        held.append(features.clone())
+        begin(self, ids, counts, features, root)
+
+    monkeypatch.setattr(HeadDrafter, "begin", watched)
+    monkeypatch.setattr("fastspec.patches.continuous_batch.CHUNKS", {"cpu": 32})
+    _, model = made("random")
+    other, text = texts(5, 100)
+    with fastspec.continuous(model, fastspec.Eagle3(total_tokens=8), rows=2, max_length=400, narrows=False) as batch:
+        want = told([batch.submit(text, **GREEDY, max_new_tokens=4)])
+        whole = held[-1]
+        for _ in range(2):
+            gate = Gate()
+            futures = [batch.submit(other, **GREEDY, max_new_tokens=12, streamer=gate)]
+            assert gate.seen.acquire(timeout=SECONDS)
+            futures += [batch.submit(each, **GREEDY, max_new_tokens=4) for each in (text.flip(0), text)]
+            gate.go.release(20)
+            assert told(futures)[2:] == want
+        assert torch.allclose(held[-1][:, :100], whole[:, :100], atol=1e-5)

@@ -61,8 +61,17 @@ class Capturing(Stepping):
         self.entries.append((target, Group(count > 1 and "drafter" in self.broken) if self.drafts else None))  # type: ignore[arg-type]
         return self.entries[-1]
 
-    def admit(self, row: int, target: Any, drafter: Any, root: Tensor, count: int, source: int | None = None) -> None:
-        assert row not in self.failing, "no row"
+    def admit(
+        self,
+        row: int,
+        target: Any,
+        drafter: Any,
+        root: Tensor,
+        count: int,
+        source: int | None = None,
+        unread: None = None,
+    ) -> None:
+        assert row not in self.failing and unread is None, "no row"
         self.admitted.append((row, self.entries.index((target, drafter)), root.tolist(), count, source))
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastspec.generation.engine.batching import brought
 from fastspec.generation.engine.call import RoundState
+from fastspec.generation.engine.prefix_cache import PrefixCache
 from fastspec.generation.stats import Stats
 
 CPU, LONGEST = torch.device("cpu"), 3
@@ -77,6 +78,7 @@ class Waiting:
         """(number, tokens) of each prompt."""
         self.reads_together = self.drafting = True
         self.takes_drafts: list[bool] | None = None
+        self.prefixes: PrefixCache[Any] = PrefixCache()
         self.wanted, self.long, self.reserved = True, True, set()  # type: tuple[bool, bool, set[int]]
 
     def free(self) -> list[int]:
@@ -149,10 +151,20 @@ class Stepping:
         self.entries[-1][0].fails = len(self.entries) - 1 in self.failing
         return self.entries[-1]
 
+    def defer(self, *text: Any) -> None:
+        """No prompt waits for its drafter."""
+
     def admit(
-        self, row: int, target: Reader, drafter: Any, root: Tensor, count: int, source: int | None = None
+        self,
+        row: int,
+        target: Reader,
+        drafter: Any,
+        root: Tensor,
+        count: int,
+        source: int | None = None,
+        unread: None = None,
     ) -> None:
-        assert source is None
+        assert source is unread is None
         self.admitted.append((row, self.entries.index((target, drafter)), root.tolist(), count))
 
     def join(self, row: int, text: Tensor, first: int, prefix: None) -> None:

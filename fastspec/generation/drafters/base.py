@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -226,6 +226,20 @@ class Drafter(Buffered, ABC):
         """Take a text per row that is no part of the row itself, such as another model's answer; before `begin`."""
 
 
+@dataclass(eq=False, slots=True)
+class Unread:
+    """Prompts that one pass of the target has read, and a drafter has not: `reader`, of as many rows, begins with ids
+    [B, T], counts [B], features [B, T, F] and root [B] once drafts are wanted. `rows` have taken them: each has the
+    reader's row, and its tokens."""
+
+    reader: Drafter
+    ids: Tensor
+    counts: Tensor
+    features: Tensor
+    root: Tensor
+    rows: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+
 class RootsOnly(Drafter):
     """Drafter of a root alone, root [B], that lets another drafter of the same rows know what they emit."""
 
@@ -237,6 +251,8 @@ class RootsOnly(Drafter):
         self.drafter, self.root, self.tree = drafter, root, TokenTree.root_only(root)
         self.traits = Traits(drafter.traits.place, reads_logits=drafter.traits.reads_logits)
         self.catches_up = drafter.traits.place is Place.HOST and type(drafter).catch_up is not Drafter.catch_up
+        self.unread: list[Unread] = []
+        """Prompts that the other drafter begins with before it drafts, the first ones first."""
 
     def reserve(self, committed: int) -> int:
         return self.drafter.reserve(committed)
@@ -262,8 +278,12 @@ class RootsOnly(Drafter):
         else:
             self.drafter.observe(tree, verdict, logits, features, active, extent)
 
+    def takes(self, tokens: int) -> bool:
+        """True where it may keep prompts of so many tokens more, padding counted, until the other drafter drafts."""
+        return False
+
     def hand_over(self, rounds: int) -> None:
-        """Let the other drafter take what was kept of so many rounds, if anything was."""
+        """Let the other drafter take what was kept of prompts, and of so many rounds, if anything was."""
 
     def forget(self, row: int | None = None) -> None:
         """Drop what was kept of a row (None: of all): nobody drafts after it."""

@@ -20,7 +20,7 @@ from fastspec.config import Ranks, part_of
 from fastspec.default_trees import TreeShape
 from fastspec.generation.capture import CapturedByShape, padded_width
 from fastspec.generation.decoder_layer import FULL_LAYOUT, LayoutKey, Nodes, Rotary
-from fastspec.generation.drafters.base import Drafter, Place, Process, RootsOnly, Traits
+from fastspec.generation.drafters.base import Drafter, Place, Process, RootsOnly, Traits, Unread
 from fastspec.generation.drafters.dynamic_tree import TreeGrowth, refuse_wide
 from fastspec.generation.drafters.head_program import Cut, program_of
 from fastspec.generation.heads.bound import ONCE, BoundHead, follow
@@ -36,6 +36,9 @@ SKIMMED = 512
 an estimate, since the weights are read twice then."""
 BACKLOG = 1024
 """Tokens of all rows whose features wait for a head in rounds without drafts."""
+UNREAD = 4096
+"""Tokens of prompts of all rows, padding counted, whose features wait for one that rests: 100 MB where it reads three
+states of 4,096 numbers in 16 bits."""
 
 
 class HeadDrafter(Drafter):
@@ -226,7 +229,7 @@ class HeadDrafter(Drafter):
 
 class RestingDrafter(RootsOnly):
     """A head's drafter in rounds without drafts, on the roots root [B] of all rounds: it keeps the pairs of up to
-    `backlog` of them on the device, for the head to read in one pass."""
+    `backlog` of them on the device, for the head to read in one pass, and before that the prompts that it took."""
 
     drafter: HeadDrafter
     buffers = None
@@ -243,19 +246,46 @@ class RestingDrafter(RootsOnly):
         self.counts = root.new_zeros(rows)
         """Pairs [B] that are kept of each row."""
 
+    def takes(self, tokens: int) -> bool:
+        return sum(each.ids.numel() for each in self.unread) + tokens <= UNREAD
+
     def observe(
         self, tree: TokenTree, verdict: Verdict, logits: Tensor, features: Tensor, active: Tensor, extent: int
     ) -> None:
         self.drafter.ops.keep_pair(features, verdict.bonus, active, self.counts, self.features, self.tokens)
 
     def hand_over(self, rounds: int) -> None:
-        self.drafter.take_pairs(self.tokens[:, :rounds], self.features[:, :rounds], self.counts, self.root)
-        self.counts.zero_()
+        while self.unread:
+            self._begin(self.unread.pop(0))
+        if rounds > 0:
+            self.drafter.take_pairs(self.tokens[:, :rounds], self.features[:, :rounds], self.counts, self.root)
+            self.counts.zero_()
+
+    def _begin(self, unread: Unread) -> None:
+        """Let the rows that took prompts begin with them. Where these have a reader, another prompt may be on its way
+        in that."""
+        reader = unread.reader
+        assert isinstance(reader, HeadDrafter)
+        if reader is self.drafter:
+            reader.begin(unread.ids, unread.counts, unread.features, unread.root)
+            return
+        reader.open(reader.state.limit)
+        reader.begin(unread.ids, unread.counts, unread.features, unread.root)
+        for row, (source, count) in unread.rows.items():
+            self.drafter.move_row(row, reader, source, count)
+        reader.open(reader.state.limit)
 
     def forget(self, row: int | None = None) -> None:
         rows = slice(None) if row is None else slice(row, row + 1)
-        vocabulary = self.drafter.head.derived.vocabulary
+        vocabulary, unread = self.drafter.head.derived.vocabulary, self.unread
+        if row is None:
+            self.unread = []
+        elif any(each.rows.pop(row, None) for each in unread):
+            self.unread = [each for each in unread if each.rows]
         if vocabulary is not None:
+            for each in unread:
+                if each not in self.unread:
+                    vocabulary.count(each.ids, each.counts)
             vocabulary.count(self.tokens[rows], self.counts[rows])
         self.counts[rows].zero_()
 

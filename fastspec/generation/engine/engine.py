@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastspec.generation.capture import SPENT, padded_width, padded_widths
 from fastspec.generation.constraint import Masks
-from fastspec.generation.drafters.base import Drafter, HostDrafter, MixingDrafter, Place, RootsOnly
+from fastspec.generation.drafters.base import Drafter, HostDrafter, MixingDrafter, Place, RootsOnly, Unread
 from fastspec.generation.drafters.given_text import GivenText
 from fastspec.generation.drafters.tree_sizes import TreeSizes
 from fastspec.generation.engine.call import Fallback, Prefix, RoundState
@@ -56,8 +56,8 @@ class Engine(Generic[TargetT]):
         self._program = partial(RoundProgram, target, ops=ops, state=self.state, measures=measures, pad_token=pad_token)
         self.resting = None if drafter is None or sizes is None else drafter.resting(self.state.root)
         """Drafter of rounds without drafts, where sizes are chosen."""
-        self.kept = 0
-        """Rounds of which it keeps what the drafter has not read, but for one in flight."""
+        self.kept = [0] * rows
+        """Rounds of every row of which it keeps what the drafter has not read, but for one in flight."""
         self.main, self.plain, self.given = (self._program(each) for each in (drafter, self.resting, None))
         """The call's own rounds, those without its drafter, and those that verify a given text."""
         self.fallback = Fallback(self.state.root.device)
@@ -139,21 +139,52 @@ class Engine(Generic[TargetT]):
         self.state.root.copy_(root)
         self.state.activate([True] * len(self.state.running))
 
+    def defer(
+        self, reader: Drafter | None, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor
+    ) -> Unread | None:
+        """Let prompts that a drafter would begin with wait until drafts are wanted; None where it has to begin with
+        them now: where the next round has drafts, or there is no room for their features."""
+        resting = self.resting
+        if resting is None or reader is None or self.pinned is not None or self._wanted:
+            return None
+        if not resting.takes(ids.numel()):
+            return None
+        unread = Unread(reader, ids, counts, features.clone(), root)  # the next pass may write over them
+        if reader is self.drafter:
+            resting.unread.append(unread)
+        return unread
+
+    def has_unread(self, row: int) -> bool:
+        """True where the drafter has not read the prompt of a row."""
+        return self.resting is not None and any(row in each.rows for each in self.resting.unread)
+
     def admit(
-        self, row: int, target: Target, drafter: Drafter | None, root: Tensor, count: int, source: int | None = None
+        self,
+        row: int,
+        target: Target,
+        drafter: Drafter | None,
+        root: Tensor,
+        count: int,
+        source: int | None = None,
+        unread: Unread | None = None,
     ) -> None:
         """Give a row another prompt, of `count` tokens, which row `source` of this target and this drafter has read
-        (None: their only one). root [1] is the first token of its answer, or NO_TOKEN: then the prompt is about to
-        leave. No round may be in flight."""
+        (None: their only one), or this one is yet to read. root [1] is the first token of its answer, or NO_TOKEN: then
+        the prompt is about to leave. No round may be in flight."""
         self.fallback.tell(self.drafter)
         self.interrupt()
         if self.resting is not None:
             self.resting.forget(row)  # the others' is read later
+            self.kept[row] = 0
+            if unread is not None:
+                unread.rows[row] = source or 0, count
+                if unread not in self.resting.unread:
+                    self.resting.unread.append(unread)
         if self.sizes is not None and self.pinned is None:
             self.sizes.join(1 / len(self.state.running))
         self._leave()
         self.target.copy_row(row, target, count, source or 0)
-        if drafter is not None and self.drafter is not None:
+        if drafter is not None and self.drafter is not None and unread is None:
             if source is None:
                 self.drafter.copy_row(row, drafter, count)
             else:
@@ -234,13 +265,15 @@ class Engine(Generic[TargetT]):
             self.size = size
         chosen = self.pinned is None and not self.rests
         stays = size == self.size and (sizes.goes_on or not chosen)
-        tries_next = self.in_flight and chosen and sizes.tries_next  # its reading is launched while a round runs
+        # its reading is launched while a round runs; that of prompts is part of what a change costs
+        tries_next = self.in_flight and chosen and sizes.tries_next and not self.resting.unread
         made = SPENT.first_runs + SPENT.captures
-        if self.size or tries_next or self.kept + self.in_flight > self.resting.backlog - 2:
+        if self.size or tries_next or max(self.kept) + self.in_flight > self.resting.backlog - 2:
             self._hand_over()  # part of what the next round takes, but for what is captured in it
         emitted = self._step(self._of_size(sizes, self.size), longest, stats, verifier, asynchronous and stays)
         now, made = time.perf_counter(), SPENT.first_runs + SPENT.captures - made
-        self.kept += not self.size
+        if not self.size:
+            self.kept = [count + on for count, on in zip(self.kept, self.state.running, strict=True)]
         # a call's first captured rounds wait for the host, and those of a profile for its marks
         settled = (asynchronous or not self.target.captures) and self.main.clock is None
         ms = 1e3 * (now - began) if began is not None and settled and not made else None
@@ -282,11 +315,13 @@ class Engine(Generic[TargetT]):
         return self.sized[size]
 
     def _hand_over(self) -> None:
-        """Let the drafter read what rounds without drafts have kept; one in flight is launched already."""
+        """Let the drafter read prompts that wait for it, and what rounds without drafts have kept; one in flight is
+        launched already."""
         flying = int(self.in_flight and not self.size)
-        if self.resting is not None and self.kept + flying > 0:
-            self.resting.hand_over(self.kept + flying)
-            self.kept, self.leads = -flying, True  # one in flight counts when it is read
+        rounds = max(self.kept) + flying
+        if self.resting is not None and (rounds > 0 or self.resting.unread):
+            self.resting.hand_over(rounds)
+            self.kept, self.leads = [-flying] * len(self.kept), True  # one in flight counts when it is read
 
     def interrupt(self) -> None:
         """Other work comes before the next round, whose time says nothing then."""
@@ -296,8 +331,8 @@ class Engine(Generic[TargetT]):
             self.drafter.interrupt()
 
     def forget(self) -> None:
-        """Drop what rounds without drafts have kept for the drafter: nobody drafts after these."""
-        self.kept = 0
+        """Drop what is kept for the drafter of prompts and of rounds without drafts: nobody drafts after these."""
+        self.kept = [0] * len(self.kept)
         if self.resting is not None:
             self.resting.forget()
 

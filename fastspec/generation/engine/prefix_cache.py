@@ -6,6 +6,7 @@ the one that was used longest ago, and that text takes the place of an older one
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +24,9 @@ from fastspec.generation.stats import Stats
 
 LEAST, LEAST_CAPTURED = 16, 128
 """Tokens that are worth not being read again; where passes are captured, one over fewer takes the same time."""
+IDLE = 256
+"""Prompts in a row that begin like no text, after which texts that a drafter has not read are not kept: more than there
+are texts at most loads."""
 NEVER, GIVEN_UP = -2, -1
 """Uses of a row without a text, and of a text that is part of a later one."""
 
@@ -93,6 +97,15 @@ class PrefixCache(Generic[TargetT]):
         self.expected: set[int] = set()
         """Rows of the current engine whose next text is read by the model as it is."""
         self.uses = 0
+        self.unlike = IDLE
+        """Prompts since one began like a text."""
+        self.dropped: deque[bytes | None] = deque(maxlen=IDLE)
+        """What the last texts began with that were not kept."""
+
+    @property
+    def idle(self) -> bool:
+        """True where no prompt has begun like a text lately."""
+        return self.least is None or self.unlike >= IDLE
 
     def begin(self, engine: Engine[TargetT], rows: int) -> None:
         """There is one engine, of so many rows, that holds nothing."""
@@ -117,6 +130,8 @@ class PrefixCache(Generic[TargetT]):
     def find(self, prompt: Tensor) -> Prefix | None:
         """The longest prefix of a prompt [T], on the host, that a row holds."""
         found = self.match(prompt)
+        if found is not None or (self.least is not None and begins(prompt, self.least) in self.dropped):
+            self.unlike = 0
         if found is not None and not self.unchanged():
             self.forget()
             return None
@@ -155,6 +170,7 @@ class PrefixCache(Generic[TargetT]):
 
     def expect(self, row: int) -> None:
         """A prompt is read for a row of the current engine."""
+        self.unlike += 1
         if self.least is not None:
             self.expected.add(row)
 
@@ -193,6 +209,9 @@ class PrefixCache(Generic[TargetT]):
         """Copy the text of a row that is given away over an older one of an engine of more rows, if it is not taken."""
         text = self.texts[engine][row]
         if text is None or text.used == GIVEN_UP:
+            return
+        if engine.has_unread(row):
+            self.dropped.append(text.begins(self.least or 0))
             return
         found, lost = None, False
         try:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import ClassVar, Generic, TypeAlias
+from typing import Any, ClassVar, Generic, TypeAlias
 
 import torch
 from torch import Tensor
 
 from fastspec.generation.capture import SPENT, padded_width, padded_widths
-from fastspec.generation.drafters.base import Drafter, HostDrafter, MixingDrafter
+from fastspec.generation.drafters.base import Drafter, HostDrafter, MixingDrafter, Unread
 from fastspec.generation.drafters.given_text import Transcript
 from fastspec.generation.engine.batching import Batch
 from fastspec.generation.engine.call import Entry, HostCopy, Outcome, Prefix, Request
@@ -39,6 +39,8 @@ ROWS_FOR_ONE = 16
 
 Waiting: TypeAlias = tuple[int, int, Tensor]
 """A prompt that is to take a row: the row, its number in the batch, and its tokens [1, T]."""
+Defer: TypeAlias = Callable[[Drafter | None, Tensor, Tensor, Tensor, Tensor], Unread | None]
+"""`Engine.defer`."""
 
 
 def groups(together: int) -> Iterator[tuple[int, int]]:
@@ -65,6 +67,8 @@ class Joining:
         self.done, self.drafts_from = (0, 0) if prefix is None else (prefix.count, prefix.begin(target, drafter))
         """Tokens that were read, and the first one that the drafter has not."""
         self.features: list[Tensor] = []
+        self.unread: Unread | None = None
+        """The prompt, where its drafter begins with it later."""
         self.logits: Tensor
         self.first: HostCopy
         """Its first new token, which waits neither for the drafter nor for the row."""
@@ -80,7 +84,7 @@ class Joining:
         self.logits, features = self.target.prefill(part, part.new_full((1,), part.shape[1]))  # waits for nothing
         self.done += part.shape[1]
         if self.drafter is not None:
-            self.features.append(features)
+            self.features.append(features.clone() if self.left else features)  # the next part may write over them
 
     def take_over(self, ids: Tensor, features: Tensor) -> None:
         """Go on behind tokens ids [1, k] of an answer that the target has committed, with their features [1, k, F]."""
@@ -89,9 +93,11 @@ class Joining:
         if self.features and self.features[-1].shape[2]:
             self.features.append(features)
 
-    def begin(self, verifier: Verifier, first: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    def begin(
+        self, verifier: Verifier, first: tuple[Tensor, Tensor] | None = None, defer: Defer | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Begin behind the whole prompt -> its first new token [1], NO_TOKEN where there is none, and the processed
-        scores [1, V]: `first`, where they are known."""
+        scores [1, V]: `first`, where they are known. The drafter begins later where `defer` says so."""
         text = self.ids, self.ids.new_full((1,), self.done)
         root, scores = first or verifier.joined(self.logits, text, self.prompt, self.drafter)
         self.first = HostCopy(root)
@@ -99,8 +105,10 @@ class Joining:
             features = self.features[0] if len(self.features) == 1 else torch.cat(self.features, 1)
             if features.shape[1] < self.done - self.drafts_from:  # of a drafter that reads no features
                 features = features.new_empty(1, self.done, 0)
-            behind = self.ids[:, self.drafts_from :], text[1] - self.drafts_from
-            self.drafter.begin(*behind, features, root.clamp(min=0))
+            behind = self.ids[:, self.drafts_from :], text[1] - self.drafts_from, features, root.clamp(min=0)
+            self.unread = None if defer is None or self.prefix is not None else defer(self.drafter, *behind)
+            if self.unread is None:
+                self.drafter.begin(*behind)
         return root, scores
 
 
@@ -292,9 +300,9 @@ class Rounds(Generic[TargetT]):
     def _arrive(self, joining: Joining, first: tuple[Tensor, Tensor] | None) -> int:
         """Give a prompt that was read whole its row -> the tokens that were read besides."""
         self.joining = None
-        root, scores = joining.begin(self.verifier, first)
+        root, scores = joining.begin(self.verifier, first, self._defer)
         self.batch.give_away(joining.row)
-        self.engine.admit(joining.row, joining.target, joining.drafter, root, joining.done)
+        self.engine.admit(joining.row, joining.target, joining.drafter, root, joining.done, None, joining.unread)
         token = joining.first.tolist()
         self._seat(joining.row, joining.prompt, joining.done, token, scores, joining.logits, joining.prefix)
         return 0
@@ -317,10 +325,13 @@ class Rounds(Generic[TargetT]):
             self._first(each, logits[place : place + 1], counts[place : place + 1]) for place, each in enumerate(taken)
         ]
         roots = torch.cat([counts.new_zeros(1) if first is None else first[0] for first in firsts])
-        told = HostCopy(roots)
+        told, unread = HostCopy(roots), None
         if drafter is not None:
             try:
-                drafter.begin(ids, counts, features, roots.clamp(min=0))
+                text = ids, counts, features, roots.clamp(min=0)
+                unread = self._defer(drafter, *text)
+                if unread is None:
+                    drafter.begin(*text)
             except Exception as error:
                 return self._one_by_one(
                     [pair for pair in zip(taken, firsts, strict=True) if pair[1] is not None], error
@@ -330,7 +341,7 @@ class Rounds(Generic[TargetT]):
             if first is None:
                 continue
             try:
-                self.engine.admit(row, target, drafter, first[0], own.shape[1], place)
+                self.engine.admit(row, target, drafter, first[0], own.shape[1], place, unread)
                 seats.append((place, row, prompt, own.shape[1], first[1]))
             except Exception as error:
                 self.batch.refuse(prompt, error)
@@ -341,6 +352,10 @@ class Rounds(Generic[TargetT]):
             except Exception as error:
                 self.batch.refuse(prompt, error)
         return ids.numel()
+
+    def _defer(self, *text: Any) -> Unread | None:
+        """`Engine.defer`, where no text is gone on from: a row whose prompt the drafter has not read is not kept."""
+        return self.engine.defer(*text) if self.batch.prefixes.idle else None
 
     def _one_by_one(self, pairs: Sequence[tuple[Waiting, tuple[Tensor, Tensor] | None]], error: Exception) -> int:
         """Read alone what could not be read together, so that what one prompt raises is that one's -> the tokens. Where
@@ -455,11 +470,15 @@ def decode(engine: Engine[TargetT], request: Request, name: str) -> Outcome:
         root, scores = verifier.first(logits, text, batch.places)
         verifier.seat(range(len(root)), batch.places)
         begun = root.clamp(min=0)  # of a row without a token the call hears below
-        if drafter is not None and request.answers is None:
-            drafter.begin(*text, features, begun)
+        begins = None if request.answers is not None else drafter
+        if begins is not None and engine.sizes is None:
+            begins.begin(*text, features, begun)
         engine.begin(begun)
         if engine.sizes is not None:
             engine.sizes.begin()
+            # rows that others take are not those of one pass any more
+            if begins is not None and (batch.waiting or engine.defer(begins, *text, features, begun) is None):
+                begins.begin(*text, features, begun)
         firsts = root.tolist()  # waits for the device: what comes after is the rounds' time
     for row, token in enumerate(firsts):
         one = slice(row, row + 1)
