@@ -47,6 +47,7 @@ from fastspec.generation.heads.bound import DraftVocabulary
 from fastspec.generation.heads.rounded_linear import RoundedLinear, rounded_lines
 from fastspec.patches.assistants import mtp, smaller_heads
 from fastspec.patches.assistants.mtp import load_mtp
+from fastspec.patches.assistants.mtp_report import inspect_mtp
 from fastspec.patches.assistants.smaller_heads import read_list, with_vocabulary
 from fastspec.patches.backends import TORCH, counted
 from fastspec.patches.hf.cache import CACHE
@@ -310,6 +311,8 @@ def test_a_layer_of_fp8_is_read(kind: str, scaled: str, tmp_path: Path) -> None:
     held = load_file(path)
     mine = {key: each for key, each in held.items() if key.startswith(("mtp.", f"model.layers.{layers}."))}
     save_file(held | in_float8(mine, scaled), path, metadata={"format": "pt"})
+    shown = inspect_mtp(tmp_path)
+    assert shown is not None and shown.refused is None
     read = load_mtp(True, model).module.state_dict()
     for name, each in dense.items():
         torch.testing.assert_close(read[name], each, rtol=2**-4 + 2**-7, atol=float(each.abs().max()) / 2**8)
@@ -408,10 +411,13 @@ def broken(folder: Path, **changes: Tensor | None) -> None:
 def test_a_head_that_is_not_whole_is_refused_by_name(
     changes: dict[str, Tensor | None], told: str, tmp_path: Path
 ) -> None:
+    """`inspect` says so in the same words of what headers show."""
     model, _ = loaded("qwen3_5_text", tmp_path)
     broken(tmp_path, **changes)
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=told) as refused:
         fastspec.patch(model, mtp=True)
+    shown = inspect_mtp(tmp_path)
+    assert shown is not None and shown.refused == (None if "contains NaN" in told else str(refused.value))
     with fastspec.patched(model), pytest.raises(Unsupported, match=told):
         model.generate(torch.tensor([[7, 8]]), max_new_tokens=3, assistant="mtp")
 
@@ -456,7 +462,8 @@ def test_families_without_an_adapter_are_refused_by_name(kind: str, tmp_path: Pa
         fastspec.patch(model, mtp=True)
     with fastspec.patched(model), pytest.raises(Unsupported, match=told):
         model.generate(torch.tensor([[7, 8]]), max_new_tokens=3, assistant="mtp")
-    assert (kind, "refused: it has no adapter") in mtp.inspect_mtp(tmp_path)
+    shown = inspect_mtp(tmp_path)
+    assert shown is not None and re.search(told, shown.refused)
 
 
 @pytest.mark.parametrize("kind", ["exaone4", "starcoder2", "olmo"])
@@ -470,7 +477,8 @@ def test_layers_that_begin_with_no_such_norm_are_refused_by_name(kind: str, tmp_
         fastspec.patch(model, mtp=True)
     with pytest.raises(Unsupported, match=told):
         mtp.new_mtp(model)
-    assert kind != "exaone4" or (kind, "refused: layers of its kind are not run") in mtp.inspect_mtp(tmp_path)
+    shown = inspect_mtp(tmp_path)
+    assert shown is not None and told in shown.refused
 
 
 def test_what_holds_no_layer_is_refused_by_its_type(tmp_path: Path) -> None:
@@ -592,7 +600,8 @@ def test_files_that_are_there_are_read_without_a_network(
     monkeypatch.setattr(file_download, "get_hf_file_metadata", lambda *given, **_: asked.append(given))
     for source in (True, "org/tiny"):
         assert load_mtp(source, model).config.kind == "mtp"
-    assert mtp.inspect_mtp("org/tiny") is not None and not asked
+    shown = inspect_mtp("org/tiny")
+    assert shown is not None and shown.refused is None and not asked
 
 
 def test_files_that_are_fetched_are_of_the_index_that_names_them(
@@ -611,6 +620,37 @@ def test_files_that_are_fetched_are_of_the_index_that_names_them(
     assert asked == ["a" * 40]
 
 
+def test_inspecting_files_that_are_not_there_fetches_their_headers_alone(
+    hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = loaded("qwen3_5_text", tmp_path / "whole")
+    with fastspec.patched(model, mtp=True):
+        model.save_pretrained(tmp_path / "cut", max_shard_size="50KB")
+    held = {file.name: file.read_bytes() for file in (tmp_path / "cut").glob("*.safetensors")}
+    for name in held:
+        (tmp_path / "cut" / name).unlink()
+    asked: dict[str, str | None] = {}
+
+    def headers(repository: str, name: str, *, revision: str | None) -> Any:
+        asked[name] = revision
+        size = int.from_bytes(held[name][:8], "little")
+        told = json.loads(held[name][8 : 8 + size])
+        kinds = {key: SimpleNamespace(**each) for key, each in told.items() if key != "__metadata__"}
+        return SimpleNamespace(tensors=kinds)
+
+    monkeypatch.setattr(mtp, "parse_safetensors_file_metadata", headers)
+    monkeypatch.setattr(mtp, "cached_file", lambda *_, **__: pytest.fail("fetched"))
+    shown = inspect_mtp(hub(tmp_path / "cut", "a" * 40, "main"))
+    assert shown is not None and shown.refused is None and {*asked.values()} == {"a" * 40} and len(asked) < len(held)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(mtp, "parse_safetensors_file_metadata", refuse)
+    shown = inspect_mtp("org/tiny")
+    assert shown is not None and shown.refused == "org/tiny is no directory, and the hub does not give it (no network)"
+
+
 def test_of_one_revision_alone_and_in_several_files(hub: Any, tmp_path: Path) -> None:
     """Also where what was fetched is no main revision."""
     model, _ = loaded("qwen3_5_text", tmp_path / "whole")
@@ -622,8 +662,8 @@ def test_of_one_revision_alone_and_in_several_files(hub: Any, tmp_path: Path) ->
     model = AutoModelForCausalLM.from_pretrained("org/tiny", revision="c" * 40, dtype=torch.float32)
     mine = load_mtp(True, model).module.state_dict()
     assert mine.keys() == held.keys() and all(torch.equal(mine[key], held[key]) for key in held)
-    shown = dict(mtp.inspect_mtp(tmp_path / "several"))
-    assert shown["tensors"] == "15"
+    shown = inspect_mtp(tmp_path / "several")
+    assert shown is not None and ("tensors", "15") in shown.facts and shown.refused is None
 
 
 def test_a_target_with_an_adapter_is_said_to_be_drafted_for_less_well(tmp_path: Path) -> None:
@@ -1091,9 +1131,26 @@ def test_inspect_says_what_a_checkpoint_brings(tmp_path: Path) -> None:
     target("glm4_moe").save_pretrained(tmp_path / "without")
     shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "with")])
     assert shown.exit_code == 0 and "MTP, in the checkpoint" in shown.output
-    assert ("glm4_moe", 'assistant="mtp", by the adapter glm4_moe') in mtp.inspect_mtp(tmp_path / "with")
-    assert mtp.inspect_mtp(tmp_path / "without") is None
-    assert CliRunner().invoke(app, ["inspect", str(tmp_path / "without")]).exit_code != 0
+    found = inspect_mtp(tmp_path / "with")
+    assert found is not None and ("glm4_moe", 'assistant="mtp", by the adapter glm4_moe') in found.facts
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "without")])
+    assert shown.exit_code == 1 and "a language model without MTP weights" in shown.output
+    assert "holds no MTP weights" in " ".join(shown.output.split())
+    tiny_model("gemma4_text").save_pretrained(tmp_path / "gemma")
+    found = inspect_mtp(tmp_path / "gemma")
+    assert found is not None and "a checkpoint of their own" in str(found.refused)
+
+
+def test_inspect_reads_a_layer_by_the_model_that_is_named(tmp_path: Path) -> None:
+    """A folder that holds the layer alone has no config.json to be read by, and another model's layer does not fit."""
+    model, _ = loaded("qwen3_5_text", tmp_path / "whole")
+    (tmp_path / "alone").mkdir()
+    layer = mtp.saved_mtp(load_mtp(True, model).as_module())
+    save_file(layer, tmp_path / "alone" / "model.safetensors")
+    target("qwen3_5_text", hidden_size=128).save_pretrained(tmp_path / "other")
+    for name, told in (("whole", 'assistant="mtp"'), ("other", "fc.weight is [64, 128], not [128, 256]")):
+        shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "alone"), str(tmp_path / name)])
+        assert shown.exit_code == (name == "other") and told in " ".join(shown.output.split()), shown.output
 
 
 @pytest.mark.parametrize(
@@ -1104,7 +1161,7 @@ def test_inspect_says_what_a_checkpoint_brings(tmp_path: Path) -> None:
 def test_inspect_reads_heads_whose_configuration_transformers_refuses(more: dict[str, Any], tmp_path: Path) -> None:
     config, state = as_eagle3(make_head(), None)
     write(tmp_path, config | more, state)
-    assert mtp.inspect_mtp(tmp_path) is None
+    assert inspect_mtp(tmp_path) is None
     shown = CliRunner().invoke(app, ["inspect", str(tmp_path)])
     assert shown.exit_code == 0 and "eagle3" in shown.output
     for odd in ({"hidden_size": "64"}, {"num_attention_heads": 0}):

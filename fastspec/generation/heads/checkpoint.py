@@ -333,6 +333,12 @@ OTHERS = (
 """Kinds of drafting modules, the narrower before the wider."""
 
 
+def is_model(published: Iterable[str]) -> bool:
+    """True for the names of a language model's tensors."""
+    keys = list(published)
+    return any(re.search(MODELS, key) for key in keys) and not any(re.search(HEADS, key) for key in keys)
+
+
 def refuse_others(raw: Mapping[str, Any], published: Iterable[str], where: str) -> None:
     """Raise CheckpointError, by name, for a drafting module other than `EagleHead`."""
     keys = list(published)
@@ -343,7 +349,7 @@ def refuse_others(raw: Mapping[str, Any], published: Iterable[str], where: str) 
         both |= nested if isinstance(nested, Mapping) else {}
     named = [both.get(name) for name in ("architectures", "model_type", "speculators_model_type", "projector_type")]
     names = str(named).lower()
-    if any(re.search(MODELS, key) for key in keys) and not any(re.search(HEADS, key) for key in keys):
+    if is_model(keys):
         raise CheckpointError(
             f"{where}: a language model of its own and no head: load it with AutoModelForCausalLM.from_pretrained(...) "
             "and give it as fastspec.patch(model, speculative=draft_model); on the command line it is a --draft-model"

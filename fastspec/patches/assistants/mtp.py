@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import parse_safetensors_file_metadata, try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -30,15 +30,16 @@ from fastspec.generation.heads.bound import BoundHead, TargetParts, bind, check_
 from fastspec.generation.heads.files import check_finite, some
 from fastspec.generation.heads.load import is_copy
 from fastspec.generation.heads.module import FLOATS, HeadConfig, MtpHead
-from fastspec.models import check_hub
+from fastspec.models import first_line
 from fastspec.patches.assistants.heads import is_hub_id, parts_of
 from fastspec.patches.assistants.probe import default_prompt, states_of
 from fastspec.patches.backends import TORCH
 from fastspec.patches.call.ranks import by_first
 from fastspec.patches.hf.cache import cache_argument, kept_cache
-from fastspec.patches.hf.checkpoint_files import WRAPPED, dense_float8, revision_of
+from fastspec.patches.hf.checkpoint_files import FLOATS as BY_NAME
+from fastspec.patches.hf.checkpoint_files import WRAPPED, Header, dense_float8, headers_of, revision_of
 from fastspec.patches.hf.config_fields import layer_shapes
-from fastspec.patches.hf.families import ADAPTERS, Adapter
+from fastspec.patches.hf.families import Adapter
 from fastspec.patches.hf.modes import decoder_of, mode_for
 from fastspec.patches.session import session_of
 
@@ -109,14 +110,9 @@ MARKS = {"token_norm.weight", "state_norm.weight", "fc.weight"}
 def load_mtp(source: str | Path | bool | MtpHead, model: PreTrainedModel) -> BoundHead:
     """MTP head of a model, bound to it, of the files that the model was loaded from (True), of a directory or hub id,
     or of a head that was loaded before. Raises Unsupported without an adapter, CheckpointError for incomplete files."""
-    mode, target = mode_for(model), parts_of(model, layers=True)
-    if mode.adapter is None:
-        raise Unsupported(
-            f"assistant 'mtp' runs the draft layer of a checkpoint through an adapter, and {target.name} runs in "
-            f"generic mode ({mode.why or 'it has none'}): use 'nasd' or 'speculative'"
-        )
+    adapter, target = adapter_of(model), parts_of(model, layers=True)
     if isinstance(source, MtpHead):
-        _check_module(source, model, mode.adapter, target)
+        _check_module(source, model, adapter, target)
         held = source.binding
         return bind(source, held.embedding if held is not None and held.own_embedding else None, target)
     if source is not True and not isinstance(source, (str, Path)):
@@ -124,11 +120,8 @@ def load_mtp(source: str | Path | bool | MtpHead, model: PreTrainedModel) -> Bou
             f"mtp= is a {type(source).__name__}, which holds no draft layers: accepted are True, a directory, a hub "
             "id, an MtpHead and a Gemma 4 assistant"
         )
-    if source is True and model.config.get_text_config().model_type.startswith("gemma4"):
-        raise CheckpointError(
-            "Gemma 4's draft layers are a checkpoint of their own: fastspec.patch(model, "
-            'mtp="google/gemma-4-E4B-it-assistant"), or the assistant of another size'
-        )
+    if source is True:
+        refuse_gemma4(model.config)
     where = (getattr(model.config, "name_or_path", None) or "") if source is True else str(source)
     if not where:
         raise CheckpointError(
@@ -137,9 +130,29 @@ def load_mtp(source: str | Path | bool | MtpHead, model: PreTrainedModel) -> Bou
         )
     revision = revision_of(model) if source is True else None
     form, state = read_mtp(where, target.sizes.num_layers, revision=revision)
-    head = _built(form, state, (where, revision), model, mode.adapter, target)
+    head = _built(form, state, (where, revision), model, adapter, target)
     tell_of_adapter(head, target)
     return _probed(head, model, where) if form.disputed else head
+
+
+def adapter_of(model: Any) -> Adapter:
+    """The adapter that runs a model's MTP layer. Raises Unsupported for a model without."""
+    mode = mode_for(model)
+    if mode.adapter is None:
+        raise Unsupported(
+            f"assistant 'mtp' runs the draft layer of a checkpoint through an adapter, and {type(model).__name__} runs "
+            f"in generic mode ({mode.why or 'it has none'}): use 'nasd' or 'speculative'"
+        )
+    return mode.adapter
+
+
+def refuse_gemma4(config: Any) -> None:
+    """Raise CheckpointError for the configuration of a Gemma 4, which has no MTP layer in its own files."""
+    if config.get_text_config().model_type.startswith("gemma4"):
+        raise CheckpointError(
+            "Gemma 4's draft layers are a checkpoint of their own: fastspec.patch(model, "
+            'mtp="google/gemma-4-E4B-it-assistant"), or the assistant of another size'
+        )
 
 
 def tell_of_adapter(head: BoundHead, target: TargetParts) -> None:
@@ -193,12 +206,15 @@ def saved_mtp(head: MtpHead) -> dict[str, Tensor]:
     return found
 
 
-def read_mtp(where: str, num_layers: int, *, revision: str | None = None) -> tuple[MtpForm, dict[str, Tensor]]:
+def read_mtp(
+    where: str, num_layers: int, *, revision: str | None = None, values: bool = True
+) -> tuple[MtpForm, dict[str, Tensor]]:
     """The MTP layer in the checkpoint of a model of so many layers, under the names of `MtpHead`, of FP8 in bf16;
-    nothing else is read. Raises CheckpointError where there is none, or one for every draft."""
-    found = _found(where, num_layers, revision)
+    nothing else is read. Without `values` the tensors are on the device meta, of headers alone. Raises CheckpointError
+    where there is none, or one for every draft."""
+    found = found_mtp(where, num_layers, revision)
     if found is None:
-        if blocks := sorted(key for _, keys, _ in _files(where, revision) for key in keys if BLOCKS.search(key)):
+        if blocks := sorted(key for _, keys, _ in files_of(where, revision) for key in keys if BLOCKS.search(key)):
             raise CheckpointError(
                 f"{where} holds DSpark blocks under mtp. ({some(blocks)}), which draft several tokens in one pass, and "
                 "no MTP layer: use 'nasd' or 'speculative'"
@@ -214,7 +230,8 @@ def read_mtp(where: str, num_layers: int, *, revision: str | None = None) -> tup
             "use 'nasd' or 'speculative'"
         )
     names = {key: name for _, own in by_file for key, name in own.items()}
-    state = dense_float8({names[key]: tensor for key, tensor in _tensors(by_file).items()})
+    read = _tensors if values else _blanks
+    state = dense_float8({names[key]: tensor for key, tensor in read(by_file).items()})
     if coded := sorted(name for name, each in state.items() if each.dtype not in FLOATS or CODED.search(name)):
         raise CheckpointError(
             f"{where} holds its MTP weights quantised ({some(coded)}), and they are read in FP8, 16 or 32 bits: "
@@ -223,28 +240,63 @@ def read_mtp(where: str, num_layers: int, *, revision: str | None = None) -> tup
     return form, _together(state)
 
 
-ByFile = list[tuple[Callable[[], str], dict[str, str]]]
-"""Of each file, a call that gives its path, and its MTP tensors: the names that they have there, and in `MtpHead`."""
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file of safetensors: its path, or its name in a commit of a repository of the hub's."""
+
+    name: str
+    repository: str | None = None
+    commit: str | None = None
+
+    def path(self) -> str:
+        """Its path. It is fetched where no cache has it."""
+        return self.name if self.repository is None else _needed(self.repository, self.name, self.commit)
+
+    def headers(self) -> dict[str, Header]:
+        """Headers of its tensors; of a file that no cache has these alone are fetched."""
+        held = self.name if self.repository is None else _cached(self.repository, self.name, self.commit)
+        if held is not None:
+            return headers_of([held])
+        assert self.repository is not None
+        try:
+            told = parse_safetensors_file_metadata(self.repository, self.name, revision=self.commit).tensors
+        except OSError as error:
+            raise _not_given(self.repository, error) from error
+        return {name: Header(tuple(each.shape), each.dtype) for name, each in told.items()}
+
+
+ByFile = list[tuple[StoredFile, dict[str, str]]]
+"""Of each file its MTP tensors: the names that they have there, and in `MtpHead`."""
 
 
 def _tensors(by_file: ByFile) -> dict[str, Tensor]:
     """MTP tensors by the names that they have in their files."""
     found: dict[str, Tensor] = {}
-    for path, names in by_file:
-        with safe_open(path(), framework="pt", device="cpu") as file:
+    for stored, names in by_file:
+        with safe_open(stored.path(), framework="pt", device="cpu") as file:
             found |= {key: file.get_tensor(key) for key in names}
     return found
 
 
-def _found(where: str, num_layers: int, revision: str | None) -> tuple[MtpForm, ByFile, set[str]] | None:
+def _blanks(by_file: ByFile) -> dict[str, Tensor]:
+    """The same without values, on the device meta; int32 for what is no number that is read."""
+    kinds = {**BY_NAME, "F64": torch.float64, "F8_E4M3": torch.float8_e4m3fn}
+    headers = {key: each for stored, names in by_file for key, each in stored.headers().items() if key in names}
+    return {
+        key: torch.empty(each.shape, dtype=kinds.get(each.dtype, torch.int32), device="meta")
+        for key, each in headers.items()
+    }
+
+
+def found_mtp(where: str, num_layers: int, revision: str | None) -> tuple[MtpForm, ByFile, set[str]] | None:
     """The form of a checkpoint's MTP layers, the one with most of its marks, their tensors, and the numbers of the
     layers; None where it has none."""
-    stored = list(_files(where, revision))
+    stored = list(files_of(where, revision))
     best, most = None, 0
     for form in FORMS:
         pattern = re.compile(form.prefix.replace("N", rf"(?:{num_layers}|{num_layers + 1})"))
         by_file, steps, held = ByFile(), set[str](), dict[str, bool]()
-        for path, keys, loaded in stored:
+        for file, keys, loaded in stored:
             found = {key: match for key in keys if (match := pattern.search(key)) is not None}
             mine = {key: match for key, match in found.items() if not held.get(key)}
             if twice := sorted(mine.keys() & held.keys()):
@@ -254,39 +306,11 @@ def _found(where: str, num_layers: int, revision: str | None) -> tuple[MtpForm, 
             held |= dict.fromkeys(mine, loaded)
             steps |= {match["step"] for match in mine.values() if match["step"] is not None}
             if mine:
-                by_file.append((path, {key: _renamed(form, key[match.end() :]) for key, match in mine.items()}))
+                by_file.append((file, {key: _renamed(form, key[match.end() :]) for key, match in mine.items()}))
         marks = len(MARKS.intersection(name for _, names in by_file for name in names.values()))
         if marks > most:
             best, most = (form, by_file, steps), marks
     return best
-
-
-def inspect_mtp(source: str | Path) -> list[tuple[str, str]] | None:
-    """Facts of the MTP layer of a model's checkpoint and how it is read, to print; None without any."""
-    try:
-        check_hub(str(source))
-        kind, layers = _described(str(source))
-        found = _found(str(source), layers, None)
-    except (OSError, ValueError, CheckpointError):  # a head's directory, or none: `inspect_head` says
-        return None
-    if found is None:
-        return None
-    form, by_file, steps = found
-    row = ADAPTERS.get(kind)
-    runs = "refused: fastspec runs one that is fed its own state" if len(steps) > 1 else "refused: it has no adapter"
-    if len(steps) < 2 and row is not None:
-        by = f'assistant="mtp", by the adapter {row.model_type}'
-        runs = by if row.input_norm else "refused: layers of its kind are not run"
-    side = "after the target's final norm"
-    return [
-        ("source", str(source)),
-        ("kind", "MTP, in the checkpoint of a model"),
-        ("layers", str(max(1, len(steps)))),
-        ("tensors", str(sum(len(names) for _, names in by_file))),
-        ("hidden states", f"{side}, unless a probe shows otherwise" if form.disputed else side),
-        ("norm before the LM head", "yes" if form.final else "no"),
-        (kind, runs),
-    ]
 
 
 def _renamed(form: MtpForm, key: str) -> str:
@@ -295,7 +319,7 @@ def _renamed(form: MtpForm, key: str) -> str:
     return key if OUTSIDE.search(key) else f"layer.{key}"
 
 
-def _described(where: str) -> tuple[str, int]:
+def described(where: str) -> tuple[str, int]:
     """Type and number of layers of a checkpoint's language model, by its config.json. Raises ValueError without."""
     folder = Path(where).expanduser()
     path = folder / "config.json" if folder.is_dir() else Path(_needed(where, "config.json", None))
@@ -321,9 +345,9 @@ def _together(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return merged
 
 
-def _files(where: str, revision: str | None) -> Iterator[tuple[Callable[[], str], list[str], bool]]:
+def files_of(where: str, revision: str | None) -> Iterator[tuple[StoredFile, list[str], bool]]:
     """The files of a checkpoint, each with the names of its tensors, and True for those that the model is loaded from,
-    which come first; one of the hub's is fetched when it is asked for and no cache has it."""
+    which come first."""
     folder = Path(where).expanduser()
     if folder.is_dir():
         stored = sorted(folder.glob("*.safetensors"))
@@ -335,7 +359,7 @@ def _files(where: str, revision: str | None) -> Iterator[tuple[Callable[[], str]
         indexed = (folder / INDEX).exists() and not (folder / WHOLE).exists()  # as transformers chooses
         loaded = set(_by_file(folder / INDEX)) if indexed else {WHOLE}
         for file in sorted(stored, key=lambda file: (file.name not in loaded, file.name)):
-            yield partial(str, file), _keys(file), file.name in loaded
+            yield StoredFile(str(file)), _keys(file), file.name in loaded
         return
     if not is_hub_id(where):
         raise CheckpointError(
@@ -352,11 +376,11 @@ def _files(where: str, revision: str | None) -> Iterator[tuple[Callable[[], str]
                 "from safetensors, and where HF_HUB_OFFLINE is set from what was fetched before; of a model that was "
                 "loaded with cache_dir=, fastspec.patch(model, mtp=PATH) says where"
             )
-        yield partial(str, whole), _keys(Path(whole)), True
+        yield StoredFile(whole), _keys(Path(whole)), True
         return
     commit = revision or Path(index).parent.name  # main may be another one on the hub
     for name, keys in _by_file(Path(index)).items():
-        yield partial(_needed, where, name, commit), keys, True
+        yield StoredFile(name, where, commit), keys, True
 
 
 def _by_file(index: Path) -> dict[str, list[str]]:
@@ -389,9 +413,11 @@ def _fetched(where: str, name: str, revision: str | None) -> str | None:
     try:
         return cached_file(where, name, revision=revision, _raise_exceptions_for_missing_entries=False)
     except OSError as error:
-        raise CheckpointError(
-            f"{where} is no directory, and the hub does not give it ({str(error).splitlines()[0]})"
-        ) from error
+        raise _not_given(where, error) from error
+
+
+def _not_given(where: str, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{where} is no directory, and the hub does not give it ({first_line(error)})")
 
 
 def _needed(where: str, name: str, revision: str | None) -> str:
@@ -432,7 +458,7 @@ def _kept(head: MtpHead, model: Any) -> dict[str, Tensor]:
     if head.source is None:
         return saved_mtp(head)
     where, revision = head.source
-    found = _found(where, model.config.get_text_config().num_hidden_layers, revision)
+    found = found_mtp(where, model.config.get_text_config().num_hidden_layers, revision)
     if found is None:
         raise CheckpointError(
             f"{where} holds the MTP layer no more that was read from it, and nothing was saved: "
@@ -455,20 +481,33 @@ def _built(
     target: TargetParts,
 ) -> BoundHead:
     """The head of these tensors. Raises CheckpointError for any that are missing, unknown or of another shape."""
-    where, number = source[0], _like(state, getattr(decoder_of(model), adapter.layers), adapter)
+    where = source[0]
+    head, like, embedding = fitted(form, state, where, model, adapter, target)
+    head.load_state_dict(_placed(state, like, target, where), assign=True)
+    head.d2t, head.source = head.d2t.to(target.device), source
+    own = None if embedding is None else _embedding(embedding, target, where)
+    return bind(head.requires_grad_(False).eval(), own, target)
+
+
+def fitted(
+    form: MtpForm, state: dict[str, Tensor], where: str, model: Any, adapter: Adapter, target: TargetParts
+) -> tuple[MtpHead, nn.Module, Tensor | None]:
+    """A head without values that these tensors fit, the target's layer that it is like, and the embedding that they
+    bring, which is taken out, as is what the target has. Raises CheckpointError for any that are missing, unknown or of
+    another shape."""
+    number = _like(state, getattr(decoder_of(model), adapter.layers), adapter)
     own_lm_head = _taken(state, "lm_head.weight", target.lm_head)
     embedding = _taken(state, "embed_tokens.weight", target.embedding)
     if own_lm_head is not None:
         state["lm_head.weight"] = own_lm_head
     head, like = _blank(number, model, adapter, target, final=form.final, own_lm_head=own_lm_head is not None)
     _check_fits(state, head.state_dict(), target.name, where)
-    head.load_state_dict(_placed(state, like, target, where), assign=True)
-    left = [name for name, each in (*head.named_parameters(), *head.named_buffers()) if each.is_meta]
-    if left:
+    blank = (name for name, each in (*head.named_parameters(), *head.named_buffers()) if each.is_meta)
+    if left := [name for name in blank if name not in state]:
         raise CheckpointError(f"{where}: {', '.join(left)} of an MTP layer of this {target.name} are in no file")
-    head.d2t, head.source = head.d2t.to(target.device), source
-    own = None if embedding is None else _embedding(embedding, target, where)
-    return bind(head.requires_grad_(False).eval(), own, target)
+    if embedding is not None:
+        _check_embedding(embedding, target, where)
+    return head, like, embedding
 
 
 def _blank(
@@ -540,14 +579,18 @@ def _placed(state: dict[str, Tensor], like: nn.Module, target: TargetParts, wher
     return placed
 
 
-def _embedding(weight: Tensor, target: TargetParts, where: str) -> nn.Embedding:
-    """The embedding that an MTP layer brought."""
+def _check_embedding(weight: Tensor, target: TargetParts, where: str) -> None:
+    """Raise CheckpointError for an embedding of another shape than a target's."""
     rows, width = target.rows[0], target.sizes.hidden_size
     if weight.ndim != 2 or weight.shape[0] < rows or weight.shape[1] != width:
         raise CheckpointError(
             f"the MTP layer of {where} has an embedding of shape {list(weight.shape)}, and this {target.name} has "
             f"{rows} tokens and is {width} wide: take the layer of this model's own checkpoint"
         )
+
+
+def _embedding(weight: Tensor, target: TargetParts, where: str) -> nn.Embedding:
+    """The embedding that an MTP layer brought."""
     check_finite("embed_tokens.weight", weight, where)
     return nn.Embedding.from_pretrained(weight.to(target.device, target.dtype), freeze=True)
 
@@ -568,9 +611,10 @@ def _like(state: dict[str, Tensor], layers: Any, adapter: Adapter) -> int | None
 
 
 def _taken(state: dict[str, Tensor], name: str, module: Any) -> Tensor | None:
-    """A tensor, taken out, that is no copy of the target's own."""
+    """A tensor, taken out, that is no copy of the target's own. One without values is none."""
     tensor, own = state.pop(name, None), getattr(module, "weight", None)
-    return None if tensor is None or (isinstance(own, Tensor) and is_copy(tensor, own)) else tensor
+    copied = tensor is not None and not tensor.is_meta and isinstance(own, Tensor) and is_copy(tensor, own)
+    return None if copied else tensor
 
 
 def _config(

@@ -109,7 +109,7 @@ def inspect(
     does not."""
     target = None if model is None and model_option is None else model_name(model, model_option)
     from fastspec.patches.assistants.heads import inspect_head
-    from fastspec.patches.assistants.mtp import inspect_mtp
+    from fastspec.patches.assistants.mtp_report import inspect_mtp
 
     if probe and target is None:
         raise typer.BadParameter("--probe runs the model: name it after the head, or by --model", param_hint="--probe")
@@ -119,11 +119,16 @@ def inspect(
         raise typer.BadParameter("without --probe nothing runs on it: give that too", param_hint="--device")
     on = use_device(device) if probe else "cpu"
     console = Console(highlight=False)
-    own = inspect_mtp(head)
+    config = None if target is None else load_config(target)
+    own = inspect_mtp(head, config)
     if own is not None:
-        console.print(table(("", ""), own, numbers=False, show_header=False))
+        console.print(
+            table(("", ""), [(name, Text(told)) for name, told in own.rows()], numbers=False, show_header=False)
+        )
+        if own.refused is not None:
+            raise typer.Exit(1)
         return
-    found = inspect_head(head, None if target is None else load_config(target))
+    found = inspect_head(head, config)
     loaded: Any = None
     if probe and target is not None and not found.misfits:
         loaded, tokenizer = load_model(target, on)
