@@ -20,6 +20,7 @@ from fastspec.generation.heads.module import EagleHead
 from fastspec.generation.stats import Profile
 from fastspec.patches.assistants.gemma4_assistant import gemma4_assistant
 from fastspec.patches.assistants.heads import load_heads
+from fastspec.patches.assistants.kept_counts import vocabularies
 from fastspec.patches.assistants.mtp import load_mtp, save_with_mtp
 from fastspec.patches.assistants.registry import NAMES, resolve
 from fastspec.patches.assistants.smaller_heads import all_in_bits, bits_of, refuse_bits
@@ -191,6 +192,7 @@ def unpatch(model: Model, *, force: bool = False) -> Model:
     if session is None:
         raise PatchConflict(not_patched(model, "fastspec.patch(model) comes first"))
     left = session.undo(force)
+    vocabularies.let_go(session.resources.get("mtp"))
     if not session.captured:
         drop_capturing_hooks(model)
     if left:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import pickle
 import re
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +31,7 @@ from helpers.models import tiny_model
 from helpers.mtp import FORMS, KINDS, draft_by_token, loaded, oracle, published, save_with, target
 from helpers.pages import ROOT
 from helpers.stored import halves
+from helpers.tokenizers import worded
 from helpers.vision import prompts_with_images, seeing
 from huggingface_hub import constants, file_download
 from safetensors.torch import load_file, save_file
@@ -38,14 +43,15 @@ from transformers.modeling_layers import MtpModel
 from typer.testing import CliRunner
 
 import fastspec
-from fastspec import CheckpointError, Unsupported
+from fastspec import CheckpointError, Unsupported, files
 from fastspec.default_trees import TreeShape
 from fastspec.generation.drafters import head_drafter
 from fastspec.generation.drafters.head_drafter import EagleDrafter
 from fastspec.generation.drafters.tree_sizes import TreeSizes
-from fastspec.generation.heads.bound import DraftVocabulary
+from fastspec.generation.heads.bound import Drafted, DraftVocabulary
 from fastspec.generation.heads.rounded_linear import RoundedLinear, rounded_lines
 from fastspec.patches.assistants import mtp, smaller_heads
+from fastspec.patches.assistants.kept_counts import vocabularies
 from fastspec.patches.assistants.mtp import load_mtp
 from fastspec.patches.assistants.mtp_report import inspect_mtp
 from fastspec.patches.assistants.smaller_heads import read_list, with_vocabulary
@@ -913,6 +919,112 @@ def test_a_vocabulary_counts_what_a_call_without_drafts_ends_with(tmp_path: Path
     assert counted == [*ids[0].tolist(), *emitted[1:].tolist()], "the prompt too, which the head never reads"
 
 
+FEW = fastspec.Mtp(depth=3, top_k=3, total_tokens=12, draft_vocab=256)
+"""240 tokens that the tokenizer names, and 16 places for those of texts."""
+
+
+@pytest.fixture
+def worldly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A model with a tokenizer beside its files, whose texts are of tokens beyond the first 240, and a cache."""
+    monkeypatch.setenv("FASTSPEC_CACHE", str(tmp_path / "cache"))
+    model, _ = loaded("qwen3_5_text", tmp_path / "model", vocab_size=600)
+    worded(600).save_pretrained(tmp_path / "model")
+    return model
+
+
+def asked(model: Any, first: int = 590) -> tuple[Tensor, list[int]]:
+    """What a model answers to a text, and the tokens in the free places then, the likeliest first."""
+    ids = torch.tensor([[first, first + 1, first + 2, first]])
+    with fastspec.patched(model):
+        answer = model.generate(ids, max_new_tokens=4, do_sample=False, assistant=FEW)
+        return answer, with_vocabulary(session_of(model).resources["mtp"], FEW, model).drafted()[240:].tolist()
+
+
+@pytest.mark.filterwarnings("error")
+def test_counts_of_tokens_are_kept_for_the_next_patch(worldly: Any) -> None:
+    """By the tokens, whatever model has them; and no answer changes."""
+    plain = worldly.generate(torch.tensor([[590, 591, 592, 590]]), max_new_tokens=4, do_sample=False)
+    assert torch.equal(asked(worldly)[0], plain)
+    (file,) = files.kept("drafted")
+    counts = json.loads(file.read_text())["counts"]
+    assert {"590", "591", "592"} <= counts.keys() and all(int(token) >= 240 for token in counts)
+    others, found = asked(worldly, 300)
+    assert {300, 301, 302, 590, 591, 592} <= {*found}
+    assert torch.equal(others[0, :4], torch.tensor([300, 301, 302, 300])) and [*files.kept("drafted")] == [file]
+    file.unlink()
+    assert not {590, 591, 592} & {*asked(worldly, 300)[1]}
+    file.unlink()
+    worded().save_pretrained(worldly.config.name_or_path)  # whose are the others?
+    assert {590, 591, 592} <= {*asked(worldly)[1]} and not [*files.kept("drafted")]
+
+
+def test_a_process_keeps_its_counts_when_it_ends(worldly: Any, tmp_path: Path) -> None:
+    """Several at once keep those of one of them, whole."""
+    program = (
+        "import sys, torch, fastspec; from transformers import AutoModelForCausalLM as Auto\n"
+        "model, first = fastspec.patch(Auto.from_pretrained(sys.argv[1], dtype=torch.float32)), int(sys.argv[2])\n"
+        "few = fastspec.Mtp(depth=3, top_k=3, total_tokens=12, draft_vocab=256)\n"
+        "ids = torch.tensor([[first, first + 1, first]])\n"
+        "model.generate(ids, max_new_tokens=2, do_sample=False, assistant=few)\n"
+    )
+    command = [sys.executable, "-W", "error::RuntimeWarning", "-c", program, worldly.config.name_or_path]
+    begun = [subprocess.Popen([*command, str(first)], cwd=ROOT) for first in (400, 500)]
+    assert [each.wait(timeout=240) for each in begun] == [0, 0]
+    assert {400, 401} <= {*asked(worldly)[1]} or {500, 501} <= {*asked(worldly)[1]}
+
+
+def test_a_forked_process_leaves_the_counts_to_the_one_before(worldly: Any) -> None:
+    with fastspec.patched(worldly):
+        worldly.generate(torch.tensor([[590]]), max_new_tokens=2, assistant=FEW)
+        child = os.fork()
+        if child == 0:
+            os._exit(len(vocabularies.held))
+        assert os.waitpid(child, 0)[1] == 0 and len(vocabularies.held) > 0
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"counts": {"x": 1}}', '{"counts": {"600": 1}}', '{"counts": {"7": 0}}']
+)
+def test_damaged_counts_are_left_with_a_warning(text: str, worldly: Any) -> None:
+    plain, _ = asked(worldly)
+    (file,) = files.kept("drafted")
+    file.write_text(text)
+    with pytest.warns(RuntimeWarning, match="is damaged and is ignored") as told:
+        assert torch.equal(asked(worldly)[0], plain)
+    assert len([each for each in told if "damaged" in str(each.message)]) == 1
+    assert "590" in json.loads(file.read_text())["counts"]  # made anew
+
+
+def test_a_cache_that_cannot_be_written_to_is_said_once(worldly: Any, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("no folder")
+    with pytest.warns(RuntimeWarning, match="cannot keep what it measured") as told:
+        assert torch.equal(asked(worldly)[0], asked(worldly)[0])
+    assert len([each for each in told if "cannot keep" in str(each.message)]) == 1
+
+
+def test_processes_that_hold_a_model_together_begin_with_the_first_ones_counts(worldly: Any, monkeypatch: Any) -> None:
+    """Which alone keeps them."""
+    given = Drafted(torch.arange(240), ((444, 5000), (445, 6000)), "tokens")
+    monkeypatch.setattr(smaller_heads, "by_first", lambda model, made: pickle.loads(pickle.dumps(given)))
+    monkeypatch.setattr(smaller_heads, "group_of", lambda model: SimpleNamespace(rank=lambda: 1))
+    assert {444, 445, 590} <= {*asked(worldly)[1]} and not [*files.kept("drafted")]
+    monkeypatch.setattr(smaller_heads, "group_of", lambda model: SimpleNamespace(rank=lambda: 0))
+    assert {444, 445, 590} <= {*asked(worldly)[1]} and len([*files.kept("drafted")]) == 1
+
+
+def test_a_list_is_read_at_the_next_patch(worldly: Any, tmp_path: Path) -> None:
+    path = tmp_path / "list.json"
+    few = fastspec.Mtp(draft_vocab=str(path))
+    for ids in ([3, 4, 9, 20], [5, 6, 7, 21]):
+        with fastspec.patched(worldly, mtp=True):
+            path.write_text(json.dumps(ids))
+            for _ in range(2):
+                head = with_vocabulary(session_of(worldly).resources["mtp"], few, worldly)
+                assert head.drafted().tolist() == ids
+                path.write_text("[8]")
+    assert not [*files.kept("drafted")]
+
+
 def as_gguf(ids: Tensor, path: Path) -> None:
     """Drafted tokens as llama.cpp's conversion of an EAGLE-3 head writes them: `d2t`, the ids themselves."""
     writer = gguf.GGUFWriter(path, "eagle3")
@@ -948,9 +1060,9 @@ def test_a_tokenizer_that_is_cached_in_part_is_said_to_be(
     model = SimpleNamespace(config=SimpleNamespace(name_or_path=hub(folder, "a" * 40, "main")))
     if part:
         with pytest.warns(UserWarning, match="org/tiny is there in part, without tokenizer.json, .* or added_tokens"):
-            assert list(smaller_heads._special(model)) == [23]
+            assert list(smaller_heads._special(smaller_heads._tokenizer(model))) == [23]
     else:
-        assert list(smaller_heads._special(model)) == [23, 24]
+        assert list(smaller_heads._special(smaller_heads._tokenizer(model))) == [23, 24]
     assert asked == [not part]  # what is missing may be on the hub
 
 

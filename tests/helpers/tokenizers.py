@@ -25,9 +25,9 @@ TARGET = tokenizer(
 DRAFT = tokenizer(LETTERS[::-1], [("b", "c"), ("a", "bc"), ("z", "z")])
 
 
-def worded() -> PreTrainedTokenizerFast:
+def worded(size: int = 128) -> PreTrainedTokenizerFast:
     """A word per token id; transformers needs one that stands for letters."""
-    words = {"abcdef" if number == 4 else f"w{number}": number for number in range(128)}
+    words = {"abcdef" if number == 4 else f"w{number}": number for number in range(size)}
     raw = Tokenizer(models.WordLevel(words, unk_token="w3"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="w3")

@@ -96,18 +96,29 @@ class Derived:
         return Derived, ()
 
 
+class Drafted(NamedTuple):
+    """Tokens that a head is to draft: the target's `ids`, ascending. `counted` are tokens with counts to begin with,
+    and `kept_by` is a fingerprint of the vocabulary by which later ones are kept; an empty one keeps none."""
+
+    ids: Tensor
+    counted: tuple[tuple[int, int], ...] = ()
+    kept_by: str = ""
+
+
 class DraftVocabulary:
     """The drafted tokens of a head that reads rows of its target's LM head: those it was made with, and in the last
     `free` places tokens that texts brought besides, the most frequent ones first."""
 
-    def __init__(self, ids: Tensor, free: int, size: int, d2t: Tensor) -> None:
-        device = d2t.device
-        self.free = free
+    def __init__(self, drafted: Drafted, free: int, size: int, d2t: Tensor) -> None:
+        ids, device = drafted.ids, d2t.device
+        self.free, self.kept_by = free, drafted.kept_by
         self.d2t = d2t.clone()
         """[V_d] as `DraftHead.d2t`, as it is now: no part of the module, whose captured rounds these changes leave."""
         self.base = torch.zeros(size, dtype=torch.bool, device=device).index_fill_(0, ids.to(device), True)
         self.counts = torch.zeros(size, dtype=torch.int64, device=device)
         """In units of 1 / ONCE, whole numbers: processes that hold a model together make the same of them."""
+        tokens, counts = torch.tensor(drafted.counted, dtype=torch.int64, device="cpu").view(-1, 2).to(device).unbind(1)
+        self.counts[tokens] = counts
 
     def count(self, tokens: Tensor, counts: Tensor) -> None:
         """Count the first counts [B] of tokens [B, T]. Waits for nothing."""
@@ -117,9 +128,7 @@ class DraftVocabulary:
     def renew(self, readout: nn.Linear | RoundedLinear, lm_head: Tensor) -> None:
         """Give the free places to the tokens that were counted most, in place, and `readout` their rows of lm_head [V,
         H]. What was counted long ago fades. Waits for nothing."""
-        size, d2t = len(self.counts), self.d2t
-        order = torch.where(self.base, -1, self.counts) * size - torch.arange(size, device=d2t.device)  # without ties
-        tokens = torch.topk(order, self.free).indices
+        d2t, tokens = self.d2t, self._most()
         places = torch.arange(len(d2t) - self.free, len(d2t), device=d2t.device)
         d2t[places] = tokens - places
         if isinstance(readout, RoundedLinear):
@@ -127,6 +136,18 @@ class DraftVocabulary:
         else:
             readout.weight[places] = lm_head[tokens].to(readout.weight)
         self.counts.sub_(self.counts // FADES)
+
+    def _most(self) -> Tensor:
+        """The tokens [free] that were counted most besides those that it was made with."""
+        size = len(self.counts)
+        places = torch.arange(size, device=self.counts.device)
+        return torch.topk(torch.where(self.base, -1, self.counts) * size - places, self.free).indices  # without ties
+
+    def most_counted(self) -> dict[int, int]:
+        """Token -> its count, of those that the free places would go to now. Waits for the device."""
+        tokens = self._most()
+        pairs = zip(tokens.tolist(), self.counts[tokens].tolist(), strict=True)
+        return {token: count for token, count in pairs if count > 0}
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,14 +269,15 @@ class BoundHead:
 
 @torch.inference_mode(False)  # calls in any mode write to it
 @torch.no_grad()
-def narrowed(head: BoundHead, key: Hashable, made: Callable[[], Tensor], free: int) -> BoundHead:
-    """The head with a draft vocabulary of the target's ids that are `made`, ascending, and `free` places for those that
-    its texts bring; the same one as long as its key is. Raises CheckpointError where the LM head has no rows."""
+def narrowed(head: BoundHead, key: Hashable, made: Callable[[], Drafted], free: int) -> BoundHead:
+    """The head with a draft vocabulary of the target's ids that are `made`, and `free` places for those that its texts
+    bring; the same one as long as its key is. Raises CheckpointError where the LM head has no rows."""
     known = head.derived.narrowed
     if known is not None and known[0] == key:
         known[1].renew()
         return known[1]
-    ids, whole, device = made(), head.config, head.module.like.device
+    drafted, whole, device = made(), head.config, head.module.like.device
+    ids = drafted.ids
     others = torch.ones(whole.vocab_size, dtype=torch.bool, device="cpu").index_fill_(0, ids, False).nonzero().flatten()
     places = torch.cat((ids, others[:free])).to(device)
     module = copy.copy(head.module)
@@ -265,7 +287,7 @@ def narrowed(head: BoundHead, key: Hashable, made: Callable[[], Tensor], free: i
     _check_rows(module, head.binding.lm_head)
     twin = BoundHead(module, head.binding, head.rows)
     twin.readout()
-    twin.derived.vocabulary = DraftVocabulary(ids, free, whole.vocab_size, module.d2t)
+    twin.derived.vocabulary = DraftVocabulary(drafted, free, whole.vocab_size, module.d2t)
     head.derived.narrowed = key, twin
     return twin
 

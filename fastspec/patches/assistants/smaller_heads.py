@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor
 from fastspec.config import HEAD_BITS, HeadBits, Mtp
 from fastspec.devices import is_timed
 from fastspec.errors import CheckpointError, Unsupported, accepted
-from fastspec.generation.heads.bound import BoundHead, narrowed, no_rows, rounded
+from fastspec.generation.heads.bound import BoundHead, Drafted, narrowed, no_rows, rounded
 from fastspec.generation.heads.files import some
 from fastspec.generation.ops import Ops
+from fastspec.patches.assistants.kept_counts import fingerprint, kept_counts, vocabularies
 from fastspec.patches.call.ranks import by_first
 from fastspec.patches.hf.checkpoint_files import revision_of
 from fastspec.patches.hf.compat import device_of
@@ -55,30 +56,43 @@ def with_vocabulary(head: BoundHead, config: Mtp, model: Any) -> BoundHead:
     count = DEFAULT if asked is None else asked
     free = 0 if isinstance(count, str) or isinstance(getattr(lm_head, "weight", None), DTensor) else count // FREE
 
-    def made() -> Tensor:
-        return read_list(Path(count), size) if isinstance(count, str) else likely(model, count - free, size)
+    def made() -> Drafted:
+        if isinstance(count, str):
+            return Drafted(read_list(Path(count), size))
+        tokenizer = _tokenizer(model)
+        ids, kept_by = likely(model, tokenizer, count - free, size), fingerprint(tokenizer, size) if free else ""
+        return Drafted(ids, kept_counts(kept_by, size), kept_by) if kept_by else Drafted(ids)
 
-    return narrowed(head, (asked, free), lambda: by_first(model, made), free)
+    narrow = narrowed(head, (asked, free), lambda: by_first(model, made), free)
+    vocabulary, group = narrow.derived.vocabulary, group_of(model)
+    if vocabulary is not None and vocabulary.kept_by and (group is None or group.rank() == 0):
+        vocabularies.held.add(vocabulary)
+    return narrow
 
 
-def likely(model: Any, count: int, size: int) -> Tensor:
+def likely(model: Any, tokenizer: Any, count: int, size: int) -> Tensor:
     """So many ids of a vocabulary, ascending: special and added tokens, then those of the earliest merges."""
     settings = model.generation_config
     ends = (settings.eos_token_id, settings.bos_token_id, settings.pad_token_id)
     named = [token for each in ends for token in listed(each)]
-    first = dict.fromkeys(token for token in (*named, *_special(model)) if 0 <= token < size)
+    first = dict.fromkeys(token for token in (*named, *_special(tokenizer)) if 0 <= token < size)
     ids = list(first)[:count]
     ids += [token for token in range(size) if token not in first][: count - len(ids)]
     return torch.tensor(sorted(ids), dtype=torch.int64, device="cpu")
 
 
-def _special(model: Any) -> Iterable[int]:
-    """The special and added tokens of the tokenizer beside a model's files, where there is one."""
+def _special(tokenizer: Any) -> Iterable[int]:
+    """The special and added tokens of a tokenizer, where there is one."""
+    return () if tokenizer is None else sorted({*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()})
+
+
+def _tokenizer(model: Any) -> Any:
+    """The tokenizer beside a model's files, None where there is none."""
     from transformers import AutoTokenizer
 
     where = getattr(model.config, "name_or_path", None)
     if not where:
-        return ()
+        return None
     revision, failed = revision_of(model), Exception()
     for local in (True, False):
         try:
@@ -94,14 +108,14 @@ def _special(model: Any) -> Iterable[int]:
             "ones; Mtp(draft_vocab=FILE) lists others",
             stacklevel=2,
         )
-        return ()
+        return None
     if not _lists_added(where, revision):
         warnings.warn(
             f"the tokenizer of {where} is there in part, without {', '.join(LISTS[:-1])} or {LISTS[-1]}, so the draft "
             "vocabulary may lack added tokens; Mtp(draft_vocab=FILE) lists others",
             stacklevel=2,
         )
-    return sorted({*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()})
+    return tokenizer
 
 
 LISTS = "tokenizer.json", "tokenizer_config.json", "added_tokens.json"
