@@ -4,7 +4,9 @@ them."""
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from helpers.cut_torchao import compare
 from helpers.generate import prompts
 from helpers.gptq import Recipe, tensors_of, written
 from helpers.models import tiny_head, tiny_model
+from helpers.mtp import oracle, published, save_with, target
 from helpers.pages import snippets
 from helpers.patch import assert_same, snapshot
 from helpers.processes import spawn
@@ -25,8 +28,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 import fastspec
+from fastspec.generation.drafters.head_program import HeadProgram
 from fastspec.kernels.quantised.reference import StoredWeight, dequantised
 from fastspec.models import load_model
+from fastspec.patches.backends import TORCH
 from fastspec.patches.hf.quantised import format_of, read
 
 pytestmark = MARKS
@@ -78,7 +83,9 @@ def bitsandbytes(**options: Any) -> Load:
     return load
 
 
-def compressed(activations: bool = False, only: dict[str, int] | None = None, **args: Any) -> Load:
+def compressed(
+    activations: bool = False, only: dict[str, int] | None = None, *, lm_head: bool = False, **args: Any
+) -> Load:
     """Written by compressed-tensors, rounded to the nearest, and loaded; `only` gives modules by name other bits."""
 
     def load(folder: Path) -> Any:
@@ -101,7 +108,7 @@ def compressed(activations: bool = False, only: dict[str, int] | None = None, **
 
         others = {name: scheme([f"re:.*{name}"], num_bits=bits) for name, bits in (only or {}).items()}
         rest = {"all": scheme(["Linear"])}
-        apply_quantization_config(model, QuantizationConfig(config_groups=others | rest, ignore=["lm_head"]))
+        apply_quantization_config(model, QuantizationConfig(config_groups=others | rest, ignore=[] if lm_head else ["lm_head"]))
         for layer in model.modules():
             if not hasattr(layer, "quantization_scheme"):
                 continue
@@ -393,6 +400,64 @@ def gptq(folder: Path) -> Any:
 
 
 ADAPTED = {name: KINDS[name] for name in ("torchao int8", "bitsandbytes nf4, nested")} | {"GPTQ": gptq}
+
+
+def whole_torchao(folder: Path) -> Any:
+    ao = pytest.importorskip("torchao.quantization")
+    model = loaded(folder)
+    ao.quantize_(model, ao.Int8WeightOnlyConfig())
+    return model
+
+
+WITH_LM_HEAD: dict[str, Load] = {
+    "torchao int8": whole_torchao,
+    "compressed-tensors w4a16": compressed(lm_head=True, num_bits=4, strategy="group", group_size=64),
+    "bitsandbytes nf4": bitsandbytes(bnb_4bit_quant_type="nf4", llm_int8_skip_modules=["none"]),
+    "bitsandbytes nf4, nested": bitsandbytes(
+        bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, llm_int8_skip_modules=["none"]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WITH_LM_HEAD)
+def test_a_borrowed_lm_head_is_read_as_stored(kind, tmp_path, monkeypatch):
+    """By EAGLE heads and an MTP layer at every level, and where a text is scored. bitsandbytes' own forward would lay
+    it anew for a CPU with AVX512-BF16."""
+    sizes = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "linear_value_head_dim": 16}
+    plain = target("qwen3_5_text", **sizes, tie_word_embeddings=False)
+    folder = save_with(plain, published(oracle(plain), "qwen", plain.config.num_hidden_layers), tmp_path / "plain")
+    model = WITH_LM_HEAD[kind](folder)
+    dense = densified(model, folder)
+    assert "lm_head" in dict(slots(model))
+    before, values, inputs = trace(model), bits(model), prompts(4, 9)
+    expected = dense.generate(**inputs, **OPTIONS)
+    head = tiny_head(dense, kind="eagle", taps=(), own_lm_head=False)
+    fastspec.patch(model, eagle=head, eagle2=head, mtp=str(folder), stored=True)
+    tree, passes = {"depth": 3, "top_k": 3, "total_tokens": 8}, Counter[str]()
+
+    def counted(name: str, run: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            before = passes["products"]
+            found = run(*args, **options)
+            passes[name] += 1
+            assert name == "products" or passes["products"] == before + 1
+            return found
+
+        return call
+
+    kernels = replace(TORCH, stored_linears=counted("products", TORCH.stored_linears))
+    monkeypatch.setattr("fastspec.patches.session.choose_backend", lambda *given, **options: kernels)
+    monkeypatch.setattr(HeadProgram, "logits", counted("levels", HeadProgram.logits))
+    for assistant in ("eagle", fastspec.Eagle2(**tree), fastspec.Mtp(**tree)):
+        passes["levels"] = 0
+        assert torch.equal(model.generate(**inputs, **OPTIONS, assistant=assistant), expected)
+        assert passes["levels"]
+    with fastspec.patched(dense):
+        torch.testing.assert_close(fastspec.log_probs(model, **inputs), fastspec.log_probs(dense, **inputs))
+    assert not fastspec.report(model).own_forward and not laid_anew(model)
+    fastspec.unpatch(model)
+    assert_same(before, trace(model))
+    assert bits(model) == values
 
 
 def adapted(model: Any, name: str = "default", **options: Any) -> Any:

@@ -147,10 +147,10 @@ def _expand_of(assistant: Any, ops: Ops) -> Expand:
     masked, lm_head = assistant.masked_embedding, assistant.lm_head
     own = torch.zeros(scored_tokens(assistant), dtype=torch.long, device=lm_head.weight.device)
     if masked is None:
-        weight = lm_head.weight.detach() if is_plain(lm_head) else None
+        weight, logits = lm_head.weight.detach() if is_plain(lm_head) else None, product_of((lm_head,), ops)
 
         def expand(readout: Tensor, scores: Tensor, count: int, out: Candidates) -> Any:
-            return ops.topk_expand(lm_head(readout) if weight is None else readout, weight, scores, count, own, out)
+            return ops.topk_expand(logits(readout) if weight is None else readout, weight, scores, count, own, out)
 
         return expand
     centroids = product_of((masked.centroids,), ops)

@@ -42,7 +42,8 @@ from fastspec.patches.assistants.speculative import read_parameters, resolve_spe
 from fastspec.patches.backends import ngram_counter, ngram_grower
 from fastspec.patches.call.refusals import refuse_heads, refuse_joining
 from fastspec.patches.hf.compat import device_of, dtype_of
-from fastspec.patches.hf.parallel import embedding_of, group_of, parallel_style, share_of
+from fastspec.patches.hf.layers import product_of
+from fastspec.patches.hf.parallel import embedding_of, group_of, parallel_style
 from fastspec.patches.session import session_of
 
 
@@ -89,10 +90,10 @@ class EagleDecoding(HeadDecoding, DynamicDecoding):
         return self.head.config.last_tap_before_norm
 
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> EagleDrafter:
-        ops = ops_of(self.head, ops)
+        given, ops = ops, ops_of(self.head, ops)
         head = self.head if self.cut is not None else lowered(self.head, ops.drafts_in)
         drafter = self.drafts(head, self.tree(rows, ops), rows=rows, capacity=capacity, ops=ops, cut=self.cut)
-        _share(drafter.program, ops)
+        _borrow(drafter.program, given)
         return drafter
 
 
@@ -105,23 +106,22 @@ class StaticDecoding(HeadDecoding):
 
     def drafter(self, *, rows: int, capacity: int, device: Any, ops: Ops, process: Any) -> StaticDrafter:
         """The drafter of one call; it draws its drafts where the config asks for that and `process` allows it."""
-        process, ops = process if self.config.drafts == "sampled" else None, ops_of(self.head, ops)
+        process, given, ops = process if self.config.drafts == "sampled" else None, ops, ops_of(self.head, ops)
         drafter = StaticDrafter(
             self.head, self.config.tree(), rows=rows, capacity=capacity, ops=ops, process=process, cut=self.cut
         )
-        _share(drafter.program, ops)
+        _borrow(drafter.program, given)
         return drafter
 
 
-def _share(program: HeadProgram, ops: Ops) -> None:
-    """Let a head that several processes have whole read what each holds a part of: the target's embedding, and its LM
-    head."""
+def _borrow(program: HeadProgram, ops: Ops) -> None:
+    """Let a head read the target's embedding and its whole LM head as passes of the target do, whose `ops` these are:
+    what each process holds a part of, and weights as stored where theirs are."""
     embedding, lm_head = program.binding.embedding, program.binding.lm_head
     if parallel_style(embedding) is not None:
         program.look_up = embedding_of(embedding, ops)
-    share = None if lm_head is None or program.head.lm_head_map is not None else share_of(lm_head)
-    if share is not None:
-        program.vocabulary = share.run(ops)
+    if lm_head is not None and not program.config.target_rows:
+        program.vocabulary = product_of((lm_head,), ops)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.captured import stand_in
 from helpers.generate import prompts
 from helpers.models import tiny_head, tiny_model
 from helpers.patch import assert_same, snapshot
@@ -216,6 +217,40 @@ def test_a_weight_that_is_replaced_is_read_anew():
         setattr(layer, name, nn.Parameter(-getattr(layer, name).data, requires_grad=False))
     found = model.generate(**prompts(5), **OPTIONS, assistant="nasd")
     assert torch.equal(found, dense.generate(**prompts(5), **OPTIONS))
+
+
+@pytest.mark.parametrize("captures", [False, True], ids=["uncaptured", "captured"])
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("stored", [True, False])
+def test_heads_read_a_borrowed_lm_head_as_the_target_does(stored, bits, captures, monkeypatch):
+    """As stored, and never by its own forward, or by this alone, though the ops of a head in 8 bits would take it."""
+    torch.manual_seed(0)
+    model = tiny_model(num_hidden_layers=2, tie_word_embeddings=False)
+    dense, model.lm_head = copy.deepcopy(model), by_lines(model.lm_head).eval()
+    dense.lm_head.weight.data = dequantised(read(model.lm_head), torch.float32)
+    run, multiplied = [], set()
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        run.append(self)
+        return nn.functional.linear(x, dequantised(read(self), x.dtype))
+
+    def recorded(x: Tensor, weights: Any, *others: Any) -> Tensor:
+        multiplied.update(weight.codes.data_ptr() for weight in weights)
+        return TORCH.stored_linears(x, weights, *others)
+
+    monkeypatch.setattr(CompressedTensorsFP8Linear, "forward", forward)
+    stand_in(monkeypatch, captures=captures, stored_linears=recorded)
+    head = tiny_head(dense, kind="eagle", taps=(), own_lm_head=False)
+    inputs, before = prompts(3, 7), snapshot(model)
+    expected = dense.generate(**inputs, **OPTIONS)
+    fastspec.patch(model, eagle=head, eagle2=head, backend="torch", stored=stored, head_bits=bits)
+    for assistant in ("eagle", fastspec.Eagle2(depth=2, top_k=2, total_tokens=6)) * (3 if captures else 1):
+        assert torch.equal(model.generate(**inputs, **OPTIONS, assistant=assistant), expected)
+    assert bool(run) is not stored
+    assert (model.lm_head.weight.data_ptr() in multiplied) is stored
+    fastspec.unpatch(model)
+    packed = {"storage": before["storage"]} if captures else {}  # plain weights lie together there
+    assert_same(before, snapshot(model) | packed)
 
 
 def test_why_a_module_runs_by_its_own_forward():
