@@ -31,8 +31,10 @@ import fastspec
 from fastspec.generation.drafters.head_program import HeadProgram
 from fastspec.kernels.quantised.reference import StoredWeight, dequantised
 from fastspec.models import load_model
+from fastspec.patches.assistants.smaller_heads import with_vocabulary
 from fastspec.patches.backends import TORCH
 from fastspec.patches.hf.quantised import format_of, read
+from fastspec.patches.session import session_of
 
 pytestmark = MARKS
 OPTIONS: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": 1000}
@@ -108,7 +110,9 @@ def compressed(
 
         others = {name: scheme([f"re:.*{name}"], num_bits=bits) for name, bits in (only or {}).items()}
         rest = {"all": scheme(["Linear"])}
-        apply_quantization_config(model, QuantizationConfig(config_groups=others | rest, ignore=[] if lm_head else ["lm_head"]))
+        apply_quantization_config(
+            model, QuantizationConfig(config_groups=others | rest, ignore=[] if lm_head else ["lm_head"])
+        )
         for layer in model.modules():
             if not hasattr(layer, "quantization_scheme"):
                 continue
@@ -423,7 +427,7 @@ WITH_LM_HEAD: dict[str, Load] = {
 def test_a_borrowed_lm_head_is_read_as_stored(kind, tmp_path, monkeypatch):
     """By EAGLE heads and an MTP layer at every level, and where a text is scored. bitsandbytes' own forward would lay
     it anew for a CPU with AVX512-BF16."""
-    sizes = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "linear_value_head_dim": 16}
+    sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "linear_value_head_dim": 16}
     plain = target("qwen3_5_text", **sizes, tie_word_embeddings=False)
     folder = save_with(plain, published(oracle(plain), "qwen", plain.config.num_hidden_layers), tmp_path / "plain")
     model = WITH_LM_HEAD[kind](folder)
@@ -452,6 +456,12 @@ def test_a_borrowed_lm_head_is_read_as_stored(kind, tmp_path, monkeypatch):
         passes["levels"] = 0
         assert torch.equal(model.generate(**inputs, **OPTIONS, assistant=assistant), expected)
         assert passes["levels"]
+    narrow = fastspec.Mtp(**tree, draft_vocab=256)
+    assert torch.equal(model.generate(**inputs, **OPTIONS, assistant=narrow), expected)
+    session = session_of(model)
+    assert session is not None
+    drafted = with_vocabulary(session.resources["mtp"], narrow, model)
+    assert torch.equal(drafted.readout().weight, dense.lm_head.weight[drafted.drafted()])
     with fastspec.patched(dense):
         torch.testing.assert_close(fastspec.log_probs(model, **inputs), fastspec.log_probs(dense, **inputs))
     assert not fastspec.report(model).own_forward and not laid_anew(model)

@@ -815,6 +815,37 @@ def test_a_draft_vocabulary_bounds_what_is_drafted_and_follows_the_texts(tmp_pat
         fastspec.Mtp(draft_vocab=1.5)
 
 
+@pytest.mark.parametrize("bits", [None, 8])
+def test_a_draft_vocabulary_has_rows_of_a_packed_lm_head(bits: Any, tmp_path: Path) -> None:
+    """Dequantised, in the places of tokens that texts bring too, and as they are after they have changed."""
+    model, _ = loaded("qwen3_5_text", tmp_path, vocab_size=600)
+    packed = FP8Linear(model.lm_head.in_features, 600, block_size=(32, 32))
+    packed.weight.data = (model.lm_head.weight.data * 50).to(torch.float8_e4m3fn)
+    packed.weight_scale_inv.data = torch.full_like(packed.weight_scale_inv, 1 / 50)
+    model.lm_head = packed.eval()
+    ids, narrow = torch.tensor([[590, 591, 592, 593, 590, 591]]), fastspec.Mtp(draft_vocab=256)
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    with fastspec.patched(model, mtp=True, stored=True, head_bits=bits, backend="torch"):
+        session = session_of(model)
+        assert session is not None
+        whole = session.resources["mtp"]
+        assert with_vocabulary(whole, fastspec.Mtp(), model) is whole and whole.readout() is packed
+        plain = model.generate(ids, **options, assistant="autoregressive")
+        for change in (1.0, -2.0):
+            packed.weight_scale_inv.data *= change
+            head = with_vocabulary(whole, narrow, model)
+            if change == 1.0:
+                assert torch.equal(model.generate(ids, **options, assistant=narrow), plain)
+                assert head.drafted()[240:244].tolist() == [590, 591, 592, 593]
+            rows = packed.weight.data[head.drafted()].float() * packed.weight_scale_inv.data[0, 0]
+            made = head.readout()
+            if bits is None:
+                assert torch.equal(made.weight, rows)
+            else:
+                codes, scales = rounded_lines(rows, made.kind)
+                assert torch.equal(codes.view(torch.uint8), made.codes) and torch.equal(scales, made.scales)
+
+
 def test_a_draft_vocabulary_of_a_head_in_8_bits_is_rounded_and_follows_the_texts(tmp_path: Path) -> None:
     model, _ = loaded("qwen3_5_text", tmp_path, vocab_size=600)
     ids = torch.tensor([[590, 591, 592, 593, 590, 591]])

@@ -75,7 +75,8 @@ def test_a_layout_dequantises_bit_for_bit(layout, dtype):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_some_lines_are_those_of_the_whole(layout):
-    """Of a weight whose lines from the 128th on share nothing stored with those before; none where they do."""
+    """Of a weight whose lines from the 128th on share nothing stored with those before; none where they do. Copies of
+    any lines."""
     torch.manual_seed(0)
     write, step = LAYOUTS[layout]
     weight, dense = write(256, 4 * step if step > 1 else 160, torch.float32)
@@ -85,6 +86,8 @@ def test_some_lines_are_those_of_the_whole(layout):
         assert weight.on_sums or torch.equal(reference.dequantised(part, torch.float32), dense[first : first + 128])
     shared = weight.block[0] > 1 or (weight.zeros is not None and weight.zeros.dtype == torch.int32)
     assert (weight.lines(2, 8) is None) == (shared or weight.nested is not None)
+    ids = torch.tensor([255, 3, 128, 3, 77])
+    assert weight.on_sums or torch.equal(reference.dequantised(weight.taken(ids), torch.float32), dense[ids])
 
 
 @EVERYWHERE

@@ -21,10 +21,12 @@ from fastspec.generation.heads.module import (
     HeadConfig,
     Layer,
     MtpHead,
+    ReadStored,
     RMSNorm,
     drafted_ids,
 )
 from fastspec.generation.heads.rounded_linear import LINES, RoundedLinear, rounded_lines
+from fastspec.kernels.quantised.reference import StoredWeight, dequantised
 
 ONCE, FADES = 1 << 10, 10
 """A token's count of one occurrence, and the part of it, one in so many, that goes whenever another text begins."""
@@ -64,6 +66,8 @@ class TargetParts:
     lm_head_device: torch.device
     family: LayerFamily | None = None
     """Family that runs a layer of the target's kind; None where only the target's own forward does."""
+    stored: ReadStored | None = None
+    """Reader of a packed LM head, which gives None where it is not read."""
     has_adapter: bool = False
     """True where PEFT has put an adapter into the target."""
 
@@ -125,16 +129,16 @@ class DraftVocabulary:
         real = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
         self.counts.index_add_(0, tokens.flatten(), real.flatten() * ONCE)
 
-    def renew(self, readout: nn.Linear | RoundedLinear, lm_head: Tensor) -> None:
-        """Give the free places to the tokens that were counted most, in place, and `readout` their rows of lm_head [V,
-        H]. What was counted long ago fades. Waits for nothing."""
+    def renew(self, readout: nn.Linear | RoundedLinear, rows: Callable[[Tensor], Tensor]) -> None:
+        """Give the free places to the tokens that were counted most, in place, and `readout` their `rows` of the LM
+        head. What was counted long ago fades. Waits for nothing."""
         d2t, tokens = self.d2t, self._most()
         places = torch.arange(len(d2t) - self.free, len(d2t), device=d2t.device)
         d2t[places] = tokens - places
         if isinstance(readout, RoundedLinear):
-            readout.put(places, lm_head[tokens])
+            readout.put(places, rows(tokens))
         else:
-            readout.weight[places] = lm_head[tokens].to(readout.weight)
+            readout.weight[places] = rows(tokens).to(readout.weight)
         self.counts.sub_(self.counts // FADES)
 
     def _most(self) -> Tensor:
@@ -216,29 +220,31 @@ class BoundHead:
     def hear(self, ids: Tensor, counts: Tensor) -> None:
         """Begin texts, the first counts [B] of ids [B, T]: their tokens join a draft vocabulary with free places, while
         the LM head has rows."""
-        vocabulary, made, rows = self.derived.vocabulary, self.derived.readout, _plain_weight(self.binding.lm_head)
-        if vocabulary is not None and vocabulary.free and made is not None and rows is not None:
+        vocabulary, made = self.derived.vocabulary, self.derived.readout
+        if vocabulary is None or not vocabulary.free or made is None:
+            return
+        if _weight(self.binding.lm_head, self.binding.stored) is not None:
             vocabulary.count(ids, counts)
-            vocabulary.renew(made, rows)
+            vocabulary.renew(made, self._rows)
 
     @torch.no_grad()
     def renew(self) -> None:
         """Make the product of `readout` anew, in place, where the target's rows or the head's matrix have changed,
         which one vector's product shows, or without a matrix some of the rows. An LM head without rows leaves it."""
         made, lm_head, between = self.derived.readout, self.binding.lm_head, self.module.lm_head_map
-        if made is None or no_rows(lm_head, self.module.d2t, self.config.hidden_size) is not None:
+        if made is None or no_rows(lm_head, self.module.d2t, self.config.hidden_size, self.binding.stored) is not None:
             return
         assert lm_head is not None
         if between is None:
             ids = self.drafted()
             few = slice(None, None, max(1, len(ids) // 64))
-            rows = self.module.target_rows(lm_head, ids[few])
+            rows = self._rows(ids[few])
             if isinstance(made, RoundedLinear):
                 codes, scales = rounded_lines(rows.to(made.like), made.kind)
                 same = torch.equal(codes.view(torch.uint8), made.codes[few]) and torch.equal(scales, made.scales[few])
                 if not same:
                     for places in torch.arange(len(ids), device=ids.device).split(LINES):
-                        made.put(places, self.module.target_rows(lm_head, ids[places]).to(made.like))
+                        made.put(places, self._rows(ids[places]).to(made.like))
             elif not torch.equal(rows.to(made.weight), made.weight[few]):
                 made.weight.copy_(self._product(lm_head))
             return
@@ -246,11 +252,11 @@ class BoundHead:
         generator = torch.Generator().manual_seed(0)
         probe = torch.randn(made.weight.shape[1], generator=generator, device="cpu").to(made.weight)
         mapped = between.weight.float() @ probe.to(between.weight.device).float()
-        whole = cast(Tensor, lm_head.weight).detach()
-        if whole.dtype is torch.float32 and not isinstance(whole, DTensor):  # a third of the time of gathering rows
-            now = (whole @ mapped.to(whole.device))[self.module.drafted().to(whole.device)]
+        whole = _plain_weight(lm_head)
+        if whole is not None and whole.dtype is torch.float32 and not isinstance(whole, DTensor):
+            now = (whole @ mapped.to(whole.device))[self.module.drafted().to(whole.device)]  # a third of the time
         else:
-            rows = self.module.target_rows(lm_head).float()
+            rows = self._rows(self.module.drafted()).float()
             now = rows @ mapped.to(rows.device)
         far = (made.weight @ probe).to(now.device, torch.float32) - now
         if float(far.norm()) > SAME * float(now.norm()):
@@ -260,11 +266,21 @@ class BoundHead:
     @torch.no_grad()
     def _product(self, lm_head: nn.Module) -> Tensor:
         module, matrix = self.module, self.module.lm_head_map
-        _check_rows(module, lm_head)
-        rows = module.target_rows(lm_head, self.drafted())
+        _check_rows(module, lm_head, self.binding.stored)
+        rows = self._rows(self.drafted())
         if matrix is not None:
             rows = rows.float() @ matrix.weight.to(rows.device, torch.float32)
         return rows.to(module.like)
+
+    def _rows(self, ids: Tensor) -> Tensor:
+        """Rows [N, H] of the target's LM head for its ids [N], dequantised where it is packed."""
+        lm_head = self.binding.lm_head
+        assert lm_head is not None
+        weight = _weight(lm_head, self.binding.stored)
+        if not isinstance(weight, StoredWeight):
+            return self.module.target_rows(lm_head, ids)
+        parts = ids.to(weight.device).split(LINES)
+        return torch.cat([dequantised(weight.taken(part), self.module.like.dtype) for part in parts])
 
 
 @torch.inference_mode(False)  # calls in any mode write to it
@@ -284,7 +300,7 @@ def narrowed(head: BoundHead, key: Hashable, made: Callable[[], Drafted], free: 
     module._buffers = dict(module._buffers) | {"d2t": places - torch.arange(len(places), device=device)}
     module.config = replace(whole, draft_vocab_size=len(places), target_rows=True)
     assert head.binding.lm_head is not None
-    _check_rows(module, head.binding.lm_head)
+    _check_rows(module, head.binding.lm_head, head.binding.stored)
     twin = BoundHead(module, head.binding, head.rows)
     twin.readout()
     twin.derived.vocabulary = DraftVocabulary(drafted, free, whole.vocab_size, module.d2t)
@@ -305,7 +321,11 @@ def bind(module: DraftHead, embedding: nn.Module | None, target: TargetParts) ->
         _check_rows(module, target.lm_head)
     own = embedding is not None
     binding = Binding(
-        target.embedding if embedding is None else embedding, target.lm_head if borrows else None, own, target.family
+        target.embedding if embedding is None else embedding,
+        target.lm_head if borrows else None,
+        own,
+        target.family,
+        target.stored,
     )
     return BoundHead(module, binding, target.rows)
 
@@ -382,8 +402,8 @@ def _moved(head: BoundHead, target: TargetParts) -> BoundHead:
     return BoundHead(module, binding, head.rows)
 
 
-def _check_rows(module: DraftHead, lm_head: nn.Module) -> None:
-    reason = no_rows(lm_head, module.d2t, module.config.hidden_size)
+def _check_rows(module: DraftHead, lm_head: nn.Module, stored: ReadStored | None = None) -> None:
+    reason = no_rows(lm_head, module.d2t, module.config.hidden_size, stored)
     if reason is not None:
         raise CheckpointError(
             f"{reason}: load the target without quantising or offloading its LM head, or use another head"
@@ -398,12 +418,19 @@ def _plain_weight(lm_head: Any) -> Tensor | None:
     return None if weight.is_meta or weight.dtype not in FLOATS else weight
 
 
-def no_rows(lm_head: Any, d2t: Tensor, width: int) -> str | None:
-    """Reason why a target's LM head has no rows [width] in plain floating point for the tokens of `d2t`, or None."""
-    held, weight = getattr(lm_head, "weight", None), _plain_weight(lm_head)
+def _weight(lm_head: Any, stored: ReadStored | None) -> Tensor | StoredWeight | None:
+    """An LM head's weight in plain floating point, or as it is stored, or None without either."""
+    plain = _plain_weight(lm_head)
+    return stored(lm_head) if plain is None and stored is not None else plain
+
+
+def no_rows(lm_head: Any, d2t: Tensor, width: int, stored: ReadStored | None = None) -> str | None:
+    """Reason why a target's LM head has no rows [width] in plain floating point, or that `stored` reads, for the tokens
+    of `d2t`, or None."""
+    held, weight = getattr(lm_head, "weight", None), _weight(lm_head, stored)
     if weight is not None:
         last = int(drafted_ids(d2t).max())
-        if weight.ndim == 2 and weight.shape[0] > last and weight.shape[1] == width:
+        if len(weight.shape) == 2 and weight.shape[0] > last and weight.shape[1] == width:
             return None
         found = f"of shape {list(weight.shape)}"
     elif not isinstance(held, Tensor) or type(held) not in (Tensor, nn.Parameter, DTensor):

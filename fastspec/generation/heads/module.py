@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from fastspec.generation.decoder_layer import Attend, LayerFamily
 from fastspec.generation.heads.rounded_linear import RoundedLinear
+from fastspec.kernels.quantised.reference import StoredWeight
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Halves = tuple[Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]], Callable[..., Tensor]]
@@ -257,15 +258,21 @@ def drafted_ids(d2t: Tensor) -> Tensor:
     return d2t + torch.arange(len(d2t), device=d2t.device)
 
 
+ReadStored = Callable[[nn.Module], StoredWeight | None]
+"""Reader of a linear layer's weight as it is stored, which gives None where it is not read."""
+
+
 @dataclass(frozen=True, eq=False)
 class Binding:
     """Modules that a head uses, no parameters of it: `embedding` is the target's, or one that the head brought
-    (`own_embedding`); `lm_head` is the target's, None for a head with one of its own; `family` runs its layer."""
+    (`own_embedding`); `lm_head` is the target's, None for a head with one of its own; `family` runs its layer, and
+    `stored` reads a packed LM head."""
 
     embedding: nn.Module
     lm_head: nn.Module | None
     own_embedding: bool = False
     family: LayerFamily | None = None
+    stored: ReadStored | None = None
 
 
 class DraftHead(nn.Module):

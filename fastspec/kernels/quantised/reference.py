@@ -141,6 +141,22 @@ class StoredWeight:
             )
         )
 
+    def taken(self, ids: Tensor) -> StoredWeight:
+        """Copies of the lines ids [N], each with scales of its own."""
+        points, factors = self.zeros, self.scales if self.nested is None else scales(self)
+        if points is not None and points.dtype != torch.int8:
+            unpacked = zeros(self)
+            assert unpacked is not None
+            points = unpacked.to(torch.int8)
+        return replace(
+            self,
+            codes=self.codes[ids],
+            scales=factors[ids // self.block[0]],
+            block=(1, self.block[1]),
+            zeros=None if points is None else points[ids],
+            nested=None,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class StoredExperts:

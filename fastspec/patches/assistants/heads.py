@@ -27,6 +27,7 @@ from fastspec.patches.hf.compat import device_of
 from fastspec.patches.hf.layers import ModelLayers
 from fastspec.patches.hf.modes import adapter_for
 from fastspec.patches.hf.parallel import is_spread
+from fastspec.patches.hf.quantised import stored_whole
 
 PATTERNS = ["*.json", "*.safetensors", "*.bin"]
 SOURCES = "a directory, a hub id, the name of a head of an installed package, and (to patch or load) an EagleHead"
@@ -57,6 +58,7 @@ def parts_of(target: PreTrainedModel, *, layers: bool = False) -> TargetParts:
         dtype=target.dtype,
         lm_head_device=held_on if held_on != device and is_spread(target) else device,
         family=None if adapter is None else ModelLayers(target, adapter),
+        stored=stored_whole,
         has_adapter=bool(getattr(target, "peft_config", None)),  # PEFT's field, also after load_adapter
     )
 

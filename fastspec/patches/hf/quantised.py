@@ -387,6 +387,12 @@ class AdaptedLinear:
         return twin(x)
 
 
+def stored_whole(module: nn.Module) -> StoredWeight | None:
+    """A layer's weight as stored, or None where it is not read, or cut over processes."""
+    found = read(module) if parallel_style(module) is None else None
+    return found if isinstance(found, StoredWeight) else None
+
+
 def stored_layers(modules: Sequence[Any]) -> tuple[StoredLinear, ...] | None:
     """Layers whose weights are read as stored, or None where one of them is not."""
     if not all(isinstance(read(module), StoredWeight) for module in modules):
