@@ -365,7 +365,7 @@ def _misfits_now(head: BoundHead, target: TargetParts, rows: tuple[int, int]) ->
     last = int(head.module.drafted().max())
     lines = len(cast(Tensor, head.binding.embedding.weight)) if own else rows[1]
     used = [None if own else target.embedding, None if borrowed is None else target.lm_head]
-    wide = [cast(Tensor, each.weight).shape[1] for each in used if each is not None]
+    wide = [_width(each) for each in used if each is not None]
     reasons = (
         (last >= min(rows), f"the head drafts tokens up to {last}"),
         (lines < rows[1], f"the head's own embedding has {lines} rows"),
@@ -376,6 +376,13 @@ def _misfits_now(head: BoundHead, target: TargetParts, rows: tuple[int, int]) ->
         (any(width != config.hidden_size for width in wide), f"the head is {config.hidden_size} wide"),
     )
     return [reason for holds, reason in reasons if holds]
+
+
+def _width(module: nn.Module) -> int:
+    """Columns of an embedding's or an LM head's weight, or where it is packed the module's own figure."""
+    if isinstance(module, nn.Linear) and _plain_weight(module) is None:
+        return module.in_features
+    return cast(Tensor, module.weight).shape[1]
 
 
 def check_range(weights: Mapping[str, Tensor], dtype: torch.dtype, where: str) -> None:

@@ -3,6 +3,7 @@ are pickled."""
 
 from __future__ import annotations
 
+import copy
 import io
 from typing import Any
 
@@ -47,6 +48,23 @@ def test_a_larger_vocabulary_is_decoded_with_the_same_head(tied: bool) -> None:
         model.lm_head.weight[97:] += 3 * model.lm_head.weight[:8].roll(1, 0)
     emitted = same(model, torch.tensor([[7, 8, 100, 104]]))
     assert max(emitted[4:]) >= 97
+
+
+class Params4bit(nn.Parameter):
+    """bitsandbytes' weight, as far as its class is asked for."""
+
+
+def test_another_embedding_beside_a_packed_lm_head_is_taken() -> None:
+    """Whose weight [V * H / 2, 1] does not say how wide it is."""
+    model = shallow_model(tie_word_embeddings=False)
+    fastspec.patch(model, eagle=tiny_head(model, kind="eagle", taps=(), own_lm_head=False))
+    session = session_of(model)
+    assert session is not None
+    words = torch.zeros(model.lm_head.weight.numel() // 2, 1, dtype=torch.uint8)
+    model.lm_head.weight = Params4bit(words, requires_grad=False)
+    model.set_input_embeddings(copy.deepcopy(model.get_input_embeddings()))
+    head = followed(session.resources["eagle"], parts_of(model))
+    assert head.binding.embedding is model.get_input_embeddings() and head.binding.lm_head is model.lm_head
 
 
 @pytest.mark.each_value
