@@ -752,8 +752,10 @@ def test_a_rest_that_the_host_had_a_part_in_is_timed_as_such(dear, monkeypatch):
 
 
 def test_a_rest_is_heard_of_at_its_end_where_the_host_chooses_tokens_of_many_rows(dear):
-    """Else the host's work for n-grams would hold up the device after every round."""
-    for rows, hosted, expected in ((8, True, ngram_rounds.LONGEST), (3, True, 8), (1, True, 1), (8, False, 1)):
+    """Else the host's work for n-grams would hold up the device after every round; and in open batches of many rows,
+    whose answers it hands on."""
+    most = ngram_rounds.LONGEST
+    for rows, hosted, expected in ((8, True, most), (3, True, 8), (1, True, 1), (8, False, 3), (40, False, most)):
         drafter = drafter_of(rows, [1, 2, 3])
         drafter.hosted = hosted
         drafter.pause()
@@ -761,6 +763,25 @@ def test_a_rest_is_heard_of_at_its_end_where_the_host_chooses_tokens_of_many_row
         assert drafter.rests_on() == expected and drafter.listens == (expected == 1)
         drafter.rule.hosted, drafter.active = True, [row == 0 for row in range(rows)]
         assert drafter.rests_on() == 1 and drafter.listens  # one row goes on
+
+
+def test_tokens_of_rows_that_stand_for_others_are_counted_while_no_drafts_are_near(dear):
+    """The others' are before any are looked up."""
+    drafter = drafter_of(32, [1, 2, 3])
+    drafter.pause()
+    drafter.work(all_of_it=True)
+    for token in range(100, 140):
+        told(drafter, token)
+        drafter.rests_on()
+        drafter.work()
+    watched = {*drafter.rule.watched}
+    assert not drafter.listens and len(watched) == ngram_rounds.WATCHED
+    left = {row: len(unread) for row, unread in enumerate(drafter.unread)}
+    assert all((left[row] < 8) == (row in watched) for row in left)
+    drafter.pause()
+    while not drafter.counted:
+        drafter.work()
+    assert max(map(len, drafter.unread)) < 8
 
 
 def test_rounds_without_drafts_that_it_was_not_asked_for_are_counted(dear):

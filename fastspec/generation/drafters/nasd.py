@@ -416,7 +416,7 @@ class NasdDrafter(HostDrafter):
 
     def work(self, all_of_it: bool = False) -> None:
         """Count what was put off, once `rule` has heard it; without drafts, of rows that have enough of it for a
-        counter."""
+        counter, and while none are near of those that are watched."""
         looked_up = self.growths is not None
         self._seat()
         if self.counted and not all_of_it:
@@ -424,7 +424,8 @@ class NasdDrafter(HostDrafter):
         self._foretell()
         left = sum(map(len, self.unread)) if all_of_it or self.quota is None else self.quota
         least = 1 if all_of_it or self.counter is None or looked_up else BATCHED
-        put_off = [(len(unread), row) for row, unread in enumerate(self.unread)]
+        near = all_of_it or self.listens or not self.ruled
+        put_off = [(len(self.unread[row]), row) for row in (range(len(self.unread)) if near else self.rule.watched)]
         for most, row in sorted(each for each in put_off if each[0] >= least):
             unread, count = self.unread[row], min(left, most)
             if count >= least:
@@ -455,7 +456,7 @@ class NasdDrafter(HostDrafter):
         if self.tries:
             self.tried = (self.tried + 1) % (1 + len(self.costs))
             return int(self.tried == 0)
-        self.listens = True
+        self._listen(True)
         self._foretell()
         rests = self.rule.rests(self.counting, self.timed, self.parting) if self.dear else 0
         if rests or not self.dear:
@@ -469,8 +470,12 @@ class NasdDrafter(HostDrafter):
             return 0
         self._foretell()
         more = self.rule.rests_on(self.counting, self.parting)
-        self.listens = more <= 1
+        self._listen(more <= 1)
         return more
+
+    def _listen(self, listens: bool) -> None:
+        """Hear every round, or the next ones together: meanwhile only tokens of rows that are watched are counted."""
+        self.counted, self.listens = self.counted and listens == self.listens, listens
 
     def _knows(self, row: int) -> bool:
         return self.active[row] and row not in self.arrived and len(self.unread[row]) <= LAG

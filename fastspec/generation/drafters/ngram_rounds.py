@@ -26,9 +26,9 @@ LEAST_TRIED, STALE = 2, 512
 held rounds up may be over, and nothing else would tell."""
 RESTS = 2
 """Rounds without drafts at the least: the second is launched before the first is read."""
-UNHEARD, LONGEST = 4, 16
-"""Rounds for each further row, and at the most, that a rest is longer by where the host has a part in choosing tokens:
-what else it does there holds up the device."""
+UNHEARD, QUIET, LONGEST = 4, 0.5, 16
+"""Rounds for each further row that a rest is longer by where the host has a part in choosing tokens, and what else it
+does holds up the device, and in other open batches, where it has its rows' answers to hand on; rounds at the most."""
 GRANTED, LENT, SHARE, SAVED, OWED = (1.5, 1.0), 1.0, (0.01, 0.006), 4.0, 16.0
 """Target passes that drafts may lose at the start, of one row, for which a round with some is paid at the least, and of
 several, of which each loses more; those that a call's round with some may cost beyond; those that every round without
@@ -165,7 +165,8 @@ class TimedDrafts:
             self.promised = 0.0  # rounds with drafts follow, which are counted themselves
             return 0
         self.promised = max(0.0, pays - 1)
-        return max(1, min(LONGEST, UNHEARD * (sum(going) - 1))) if self.hosted else 1
+        more = UNHEARD if self.hosted else 0.0 if self.ends_at_once else QUIET
+        return max(1, min(LONGEST, int(more * (sum(going) - 1))))
 
     def pays(self, going: Sequence[bool], following: bool = False) -> float:
         """Tokens over cost that drafts which may be lost are expected to bring now, or in the round after the next one

@@ -27,10 +27,8 @@ ROUNDS, PASSES, LEAST = 9, 16, 3
 """Rounds, and passes of one prompt of a width and of several, whose times are used; passes before any are."""
 UNKNOWN = 0.5
 """Share of a pass that a prompt saves which joins another's, before such passes were timed."""
-PARTED, AGO = 2.0, 64
-"""Prompts of a pass where rows have parted, before any was counted, and rounds after drafts in which passes count."""
 RENEWED = 1 / 16
-"""Weight of a further pass and of a further answer."""
+"""Weight of a further answer."""
 
 
 class Gathering:
@@ -51,8 +49,6 @@ class Gathering:
         """Second in which the last turn ended."""
         self.rate, self.joined, self.waited = 0.0, 0, 0
         """Prompts a round lately, those of this turn, and rounds that the oldest has waited."""
-        self.group, self.since = PARTED, AGO
-        """Prompts of a pass where rounds have drafts, and rounds since the last one that had some."""
         self.alike, self.length = 0.0, 0
         """Share of answers about as long as the one that ended before, and the length of the last."""
 
@@ -69,7 +65,7 @@ class Gathering:
         spent = median(self.rounds) if self.rounds else 0.0
         if held < 2 or spent <= 0:  # a clock may be coarse
             return 0.0
-        passes = max(0.0, 1 / self.group - 1 / min(held, self.most))
+        passes = 1 - 1 / min(held, self.most)  # each prompt alone, in place of as many as one pass reads
         return MARGIN * self.alike * self.rate * passes * (1 - 1 / held) * self.saved / spent
 
     @contextmanager
@@ -85,8 +81,6 @@ class Gathering:
             else:
                 self.together.append((tuple(widths), spent))
             self.saved = self._saving()
-        if self.since < AGO:
-            self.group += RENEWED * (len(widths) - self.group)
 
     def _saving(self) -> float:
         alone = {width: median(spent) for width, spent in self.alone.items()}
@@ -104,14 +98,12 @@ class Gathering:
         self.alike += RENEWED * ((abs(length - self.length) <= LONGEST) - self.alike)
         self.length = length
 
-    def ran(self, waiting: bool, drafted: bool, alone: bool) -> None:
-        """A turn has ended, through which prompts have waited or not, whose round had drafts or not, and whose time was
-        a round's alone or not."""
+    def ran(self, waiting: bool, alone: bool) -> None:
+        """A turn has ended, through which prompts have waited or not, and whose time was a round's alone or not."""
         now = time.perf_counter()
         if self.ended is not None and alone:
             self.rounds.append(1e3 * (now - self.ended))
         self.ended = now
         self.rate += (self.joined - self.rate) / LATELY
         self.waited = self.waited + 1 if waiting else 0
-        self.since = 0 if drafted else self.since + 1
         self.joined = 0

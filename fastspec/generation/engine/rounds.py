@@ -175,7 +175,7 @@ class Rounds(Generic[TargetT]):
         if isinstance(engine.drafter, HostDrafter):
             engine.drafter.parting = gathering.parting(sum(batch.running))
         alone = not read and any(engine.state.running)  # the round in flight may have ended while the batch was idle
-        gathering.ran(waiting, engine.last.tree.tokens.shape[1] > 1, alone)
+        gathering.ran(waiting, alone)
 
     def _lets_in(self) -> bool:
         """True where prompts that wait take rows now."""
