@@ -93,6 +93,20 @@ def test_one_tool_is_called_where_no_calls_may_be_parallel(said: tuple[str, Serv
     assert response.parallel_tool_calls is False
 
 
+@pytest.mark.some("a call")
+def test_a_response_repeats_what_was_asked(said: tuple[str, Served]) -> None:
+    asked = {"tools": [{"type": "function", **TOOL}], "tool_choice": "none", "temperature": 0, "metadata": {"a": "b"}}
+    client, given = said[1].client(), {"model": NAME, "input": "hello", "instructions": "Be brief.", **asked}
+    for stream in (False, True):
+        response = client.responses.create(**given, stream=stream)
+        told = [each.response for each in response if hasattr(each, "response")] if stream else [response]
+        for each in told:
+            found = each.model_dump(exclude_unset=True)
+            assert {name: found[name] for name in (*asked, "instructions")} == {**asked, "instructions": "Be brief."}
+    plain = client.responses.create(model=NAME, input="hello")
+    assert (plain.tools, plain.tool_choice, plain.parallel_tool_calls) == ([], "auto", True)
+
+
 def test_no_tool_is_called_where_none_may_be_chosen(said: tuple[str, Served]) -> None:
     assert chat(said[1], False, **asked(True, tool_choice="none")) == chat(said[1], False, **asked(False))
 

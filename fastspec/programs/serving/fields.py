@@ -177,6 +177,10 @@ ACCEPTED: dict[str, Check] = {
 """Fields -> what they may hold where they are given; a route's other fields must be left out, or hold nothing."""
 OF_CHATS: dict[str, Check] = {"logprobs": TRUTH, "top_logprobs": _whole(0, LIKELIEST)}
 OF_COMPLETIONS: dict[str, Check] = {"logprobs": _whole(0, LIKELIEST), "max_tokens": _whole(0)}
+REPEATED = (
+    *("instructions", "max_output_tokens", "metadata", "temperature", "top_p"),
+    *("tools", "tool_choice", "parallel_tool_calls"),
+)
 INCLUDED, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 """What a response may include. The second is the reasoning in a form that clients give back, which its text is not in
 all of them: here the text with a mark before it."""

@@ -349,6 +349,6 @@ class ResponseForm(Form):
             "model": self.model,
             "status": status,
             "output": list(self.items),
-            **{"tools": [], "tool_choice": "auto", "parallel_tool_calls": self.asked.parallel},
+            **{"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, **self.asked.repeated},
             **more,
         }

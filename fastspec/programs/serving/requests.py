@@ -88,6 +88,8 @@ class AnswerRequest:
     """True where reasoning comes in the form that clients give back."""
     parallel: bool
     """False where an answer calls one tool at most."""
+    repeated: Body
+    """Fields as they were given that an answer of the route of responses repeats."""
     stream: bool
     usage: bool | None
     """True where a stream ends with a chunk of the counts alone; None where it does not say."""
@@ -259,6 +261,7 @@ def read(
         limited=limited,
         encrypted=fields.ENCRYPTED in body.get("include", ()),
         parallel=body.get("parallel_tool_calls", True),
+        repeated={name: body[name] for name in fields.REPEATED if name in body},
         stream=body.get("stream", False),
         usage=body.get("stream_options", {}).get("include_usage"),
         structure=structure,
