@@ -235,31 +235,6 @@ def test_a_text_of_no_prompt_lately_lets_heads_rest_again(begun: list[int], monk
         assert begun == [40, 21, 20], "the first one's, for the second, which goes on from it; and the third"
 
 
-@CAPTURED
-def test_a_call_whose_head_rests_reads_no_prompt_until_it_drafts(
-    captured: bool, begun: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if captured:
-        stand_in(monkeypatch)
-    mask = torch.tensor([[0] * 4 + [1] * 9, [1] * 13])
-    options: dict[str, Any] = {"do_sample": False, "eos_token_id": NEVER, "attention_mask": mask}
-    ids = texts(26)[0].view(2, 13)
-    runs = []
-    for waits in (True, False):
-        if not waits:
-            never(monkeypatch)
-        for order in ((0,), (0, 0, 4)):
-            taken = rest(monkeypatch, order, rounds=4)
-            plain, model = made("bigram")
-            begun.clear()
-            found = model.generate(ids, assistant=AUTO, max_new_tokens=60, **options)
-            assert torch.equal(found, plain.generate(ids, max_new_tokens=60, **options))
-            runs.append((list(taken), list(begun)))
-    resting, waking, read, wanted = runs
-    assert resting[1] == [] and waking[1] == read[1] == wanted[1] == [13]
-    assert waking[0] == wanted[0] and sum(sum(accepted) for _, accepted in waking[0]) > 10
-
-
 def test_prompts_of_a_call_that_take_rows_in_turns_are_read_by_the_head_that_wakes(
     begun: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

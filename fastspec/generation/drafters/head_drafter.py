@@ -262,13 +262,9 @@ class RestingDrafter(RootsOnly):
             self.counts.zero_()
 
     def _begin(self, unread: Unread) -> None:
-        """Let the rows that took prompts begin with them. Where these have a reader, another prompt may be on its way
-        in that."""
+        """Let the rows that took prompts begin with them. Another prompt may be on its way in their reader."""
         reader = unread.reader
         assert isinstance(reader, HeadDrafter)
-        if reader is self.drafter:
-            reader.begin(unread.ids, unread.counts, unread.features, unread.root)
-            return
         reader.open(reader.state.limit)
         reader.begin(unread.ids, unread.counts, unread.features, unread.root)
         for row, (source, count) in unread.rows.items():

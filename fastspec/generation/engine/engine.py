@@ -149,10 +149,7 @@ class Engine(Generic[TargetT]):
             return None
         if not resting.takes(ids.numel()):
             return None
-        unread = Unread(reader, ids, counts, features.clone(), root)  # the next pass may write over them
-        if reader is self.drafter:
-            resting.unread.append(unread)
-        return unread
+        return Unread(reader, ids, counts, features.clone(), root)  # the next pass may write over them
 
     def has_unread(self, row: int) -> bool:
         """True where the drafter has not read the prompt of a row."""

@@ -470,15 +470,11 @@ def decode(engine: Engine[TargetT], request: Request, name: str) -> Outcome:
         root, scores = verifier.first(logits, text, batch.places)
         verifier.seat(range(len(root)), batch.places)
         begun = root.clamp(min=0)  # of a row without a token the call hears below
-        begins = None if request.answers is not None else drafter
-        if begins is not None and engine.sizes is None:
-            begins.begin(*text, features, begun)
+        if drafter is not None and request.answers is None:
+            drafter.begin(*text, features, begun)
         engine.begin(begun)
         if engine.sizes is not None:
             engine.sizes.begin()
-            # rows that others take are not those of one pass any more
-            if begins is not None and (batch.waiting or engine.defer(begins, *text, features, begun) is None):
-                begins.begin(*text, features, begun)
         firsts = root.tolist()  # waits for the device: what comes after is the rounds' time
     for row, token in enumerate(firsts):
         one = slice(row, row + 1)
