@@ -318,7 +318,7 @@ def bind(module: DraftHead, embedding: nn.Module | None, target: TargetParts) ->
             f"on {target.device}: use a head with an LM head of its own, 'nasd' or 'speculative'"
         )
     if rows:
-        _check_rows(module, target.lm_head)
+        _check_rows(module, target.lm_head, target.stored)
     own = embedding is not None
     binding = Binding(
         target.embedding if embedding is None else embedding,
