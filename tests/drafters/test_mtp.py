@@ -379,6 +379,31 @@ def test_a_layer_beside_quantised_ones_keeps_its_weights(made: str, tmp_path: Pa
         assert torch.equal(one, drafted)
 
 
+class Packed(torch.nn.Linear):
+    """A quantised layer, as far as its tensors' names go."""
+
+    names: tuple[str, ...] = ()
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination.update({prefix + name: torch.zeros(1) for name in self.names})
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("qweight", "scales"), ("weight_packed", "weight_scale"), ("weight", "weight.absmax", "weight.quant_map")],
+    ids=["GPTQ", "compressed-tensors", "bitsandbytes"],
+)
+def test_a_layer_is_like_the_quantised_one_of_its_parts(names: tuple[str, ...], tmp_path: Path) -> None:
+    """ERNIE's is dense, as its first layer is, and not as its last ones."""
+    model, _ = loaded("ernie4_5_moe", tmp_path)
+    dense = load_mtp(True, model).module.state_dict()
+    for layer in model.model.layers.modules():
+        if type(layer) is torch.nn.Linear:
+            layer.__class__, layer.names = Packed, names
+    read = load_mtp(True, model).module.state_dict()
+    assert read.keys() == dense.keys() and all(torch.equal(read[name], each) for name, each in dense.items())
+
+
 def broken(folder: Path, **changes: Tensor | None) -> None:
     """Change tensors in a checkpoint; None takes one out."""
     path = folder / "model.safetensors"

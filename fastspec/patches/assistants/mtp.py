@@ -319,16 +319,16 @@ def _renamed(form: MtpForm, key: str) -> str:
     return key if OUTSIDE.search(key) else f"layer.{key}"
 
 
-def described(where: str) -> tuple[str, int]:
-    """Type and number of layers of a checkpoint's language model, by its config.json. Raises ValueError without."""
+def layers_in(where: str) -> int:
+    """Number of layers of a checkpoint's language model, by its config.json. Raises ValueError without."""
     folder = Path(where).expanduser()
     path = folder / "config.json" if folder.is_dir() else Path(_needed(where, "config.json", None))
     raw = files.parse_json(path.read_text(encoding="utf-8"))
     text = raw.get("text_config", raw) if isinstance(raw, dict) else None
-    kind, layers = (text.get("model_type"), text.get("num_hidden_layers")) if isinstance(text, dict) else (None, None)
-    if not isinstance(kind, str) or not isinstance(layers, int):
+    layers = text.get("num_hidden_layers") if isinstance(text, dict) else None
+    if not isinstance(layers, int):
         raise ValueError(f"{path} describes no language model")
-    return kind, layers
+    return layers
 
 
 def _together(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -467,7 +467,7 @@ def _kept(head: MtpHead, model: Any) -> dict[str, Tensor]:
     tensors = _tensors(found[1])
     state = _together({name: tensors[key] for _, own in found[1] for key, name in own.items()})
     mine = {} if head.is_rounded else head.state_dict()
-    pairs = [(own.cpu().double(), state[name].double()) for name, own in mine.items() if name in state]
+    pairs = ((own.cpu().float(), state[name].float()) for name, own in mine.items() if name in state)
     same = all(torch.allclose(*pair, rtol=2**-8, atol=1e-7) for pair in pairs)  # casts that a target was given round
     return tensors if same else saved_mtp(head)
 
@@ -598,12 +598,16 @@ def _embedding(weight: Tensor, target: TargetParts, where: str) -> nn.Embedding:
 def _like(state: dict[str, Tensor], layers: Any, adapter: Adapter) -> int | None:
     """The number of the target's last layer with full attention whose parts have the names of the MTP layer's: mixtures
     have dense layers too. Without any the last one, whose names tell what is missing."""
-    mine = {name.removeprefix("layer.") for name in state if name.startswith("layer.")}
+    mine = {name.removeprefix("layer.").rpartition(".")[0] for name in state if name.startswith("layer.")}
 
     def names(layer: nn.Module) -> set[str]:
-        """Names as without LoRA and scales."""
-        held = (name for name in layer.state_dict() if ".lora_" not in name and not CODED.search(name))
-        return {name.replace(".base_layer.", ".") for name in held}
+        """Modules that hold tensors, by their names without LoRA: quantised ones name their tensors otherwise."""
+        modules, found = dict(layer.named_modules()), set[str]()
+        for name in layer.state_dict():
+            while name not in modules:
+                name = name.rpartition(".")[0]
+            found.add(name.removesuffix(".base_layer"))
+        return {name for name in found if ".lora_" not in name}
 
     full = [number for number, layer in enumerate(layers) if hasattr(layer, adapter.attention)]
     same = [number for number in full if mine == names(layers[number])]
