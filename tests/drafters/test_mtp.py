@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import pickle
@@ -10,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -50,7 +52,7 @@ from fastspec.generation.drafters.head_drafter import EagleDrafter
 from fastspec.generation.drafters.tree_sizes import TreeSizes
 from fastspec.generation.heads.bound import Drafted, DraftVocabulary
 from fastspec.generation.heads.rounded_linear import RoundedLinear, rounded_lines
-from fastspec.patches.assistants import mtp, smaller_heads
+from fastspec.patches.assistants import mtp, registry, smaller_heads
 from fastspec.patches.assistants.kept_counts import vocabularies
 from fastspec.patches.assistants.mtp import load_mtp
 from fastspec.patches.assistants.mtp_report import inspect_mtp
@@ -1012,6 +1014,21 @@ def test_counts_of_tokens_are_kept_for_the_next_patch(worldly: Any) -> None:
     file.unlink()
     worded().save_pretrained(worldly.config.name_or_path)  # whose are the others?
     assert {590, 591, 592} <= {*asked(worldly)[1]} and not [*files.kept("drafted")]
+
+
+def test_counts_of_a_head_that_is_gone_are_kept_for_the_next(worldly: Any) -> None:
+    """Of a model that was cast, and of one that nothing refers to."""
+    model = AutoModelForCausalLM.from_pretrained(worldly.config.name_or_path, dtype=torch.float32)
+    fastspec.patch(model, backend="torch")
+    for first in (590, 580):
+        model.generate(torch.tensor([[first, first + 1]]), max_new_tokens=1, do_sample=False, assistant=FEW)
+        gone = weakref.ref(session_of(model).resources["mtp"])
+        model.double()
+    head = with_vocabulary(registry._head("mtp", session_of(model).resources, model, 3), FEW, model)
+    assert {580, 581, 590, 591} <= {*head.drafted()[240:].tolist()}
+    del model, head
+    gc.collect()
+    assert gone() is None and {580, 581, 590, 591, 300} <= {*asked(worldly, 300)[1]}
 
 
 def test_a_process_keeps_its_counts_when_it_ends(worldly: Any, tmp_path: Path) -> None:

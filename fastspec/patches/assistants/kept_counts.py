@@ -1,5 +1,6 @@
 """Counts of tokens by which draft vocabularies follow texts, kept in the cache folder: the next process begins with the
-tokens of the last texts. They are read with a vocabulary and written by `unpatch` and at exit, never in a round."""
+tokens of the last texts. They are written by `unpatch`, at exit, and for heads that are gone before the next vocabulary
+reads them; never in a round, nor by the garbage collector, which may come while a graph is captured."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import atexit
 import hashlib
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
+from weakref import ref
 
 from fastspec import files
 from fastspec.forks import at_fork
@@ -55,27 +56,42 @@ def keep_counts(vocabulary: DraftVocabulary) -> None:
 
 
 class KeptVocabularies:
-    """Draft vocabularies of this process whose counts are to be kept."""
+    """Draft vocabularies of this process whose counts are to be kept, with the heads that draft them."""
 
     def __init__(self) -> None:
-        self.held = WeakSet[DraftVocabulary]()
+        self.held: dict[DraftVocabulary, ref[BoundHead]] = {}
         at_fork(self)
 
     def forked(self) -> None:
         """Leave the counts to the process that forked."""
         self.held.clear()
 
+    def hold(self, head: BoundHead) -> None:
+        """Keep the counts of a head's vocabulary later, where it has one to keep."""
+        vocabulary = head.derived.vocabulary
+        if vocabulary is not None and vocabulary.kept_by:
+            self.held.setdefault(vocabulary, ref(head))
+
     def keep_all(self) -> None:
         """Keep the counts of all."""
         for each in list(self.held):
             keep_counts(each)
 
+    def keep_left(self) -> None:
+        """Keep the counts of heads that are gone: of a model that was moved or dropped."""
+        for vocabulary, head in list(self.held.items()):
+            if head() is None:
+                self._let_go(vocabulary)
+
     def let_go(self, head: Any) -> None:
         """Keep the counts of a head's vocabulary, now and no more."""
         narrow = head.derived.narrowed if isinstance(head, BoundHead) else None
         vocabulary = None if narrow is None else narrow[1].derived.vocabulary
-        if vocabulary is not None and vocabulary in self.held:
-            self.held.discard(vocabulary)
+        if vocabulary is not None:
+            self._let_go(vocabulary)
+
+    def _let_go(self, vocabulary: DraftVocabulary) -> None:
+        if self.held.pop(vocabulary, None) is not None:
             keep_counts(vocabulary)
 
 
