@@ -311,7 +311,7 @@ def in_float8(tensors: dict[str, Tensor], scaled: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("kind", "scaled"), [("qwen3_5_text", "blocks"), ("glm4_moe", "lines"), ("qwen3_next", "all")])
 def test_a_layer_of_fp8_is_read(kind: str, scaled: str, tmp_path: Path) -> None:
-    """As Qwen, DeepSeek and GLM ship it, experts one by one: it drafts as before it was rounded."""
+    """As Qwen, DeepSeek and GLM ship it, experts one by one: it drafts as before it was rounded, and is saved dense."""
     model, _ = loaded(kind, tmp_path)
     layers = model.config.num_hidden_layers
     dense = load_mtp(True, model).module.state_dict()
@@ -329,6 +329,11 @@ def test_a_layer_of_fp8_is_read(kind: str, scaled: str, tmp_path: Path) -> None:
     fastspec.patch(model, mtp=True)
     assert torch.equal(model.generate(**inputs, **options, assistant=TREE), expected)
     assert fastspec.report(model).last.acceptance_length > 2
+    model.save_pretrained(tmp_path / "saved")
+    assert {key for key in load_file(tmp_path / "saved" / "model.safetensors") if key in mine} == mine.keys()
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    again = load_mtp(True, saved).module.state_dict()
+    assert all(torch.equal(again[name], each) for name, each in read.items())
 
 
 def test_scales_of_fp8_stand_for_blocks_lines_and_all() -> None:

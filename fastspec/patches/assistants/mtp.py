@@ -429,8 +429,8 @@ def _needed(where: str, name: str, revision: str | None) -> str:
 
 def save_with_mtp(model: Any, *args: Any, **options: Any) -> Any:
     """A model's `save_pretrained` that keeps the MTP layer among its tensors, which transformers would lose: as its
-    files have it, or in Qwen's form where it was trained since. Raises CheckpointError, before anything is written,
-    where the files that it was read from hold it no more."""
+    files have it, FP8 in bf16, or in Qwen's form where it was trained since. Raises CheckpointError, before anything is
+    written, where the files that it was read from hold it no more."""
     save = type(model).save_pretrained
     given = inspect.signature(save).bind(model, *args, **options).arguments
     session = session_of(model)
@@ -464,8 +464,8 @@ def _kept(head: MtpHead, model: Any) -> dict[str, Tensor]:
             f"{where} holds the MTP layer no more that was read from it, and nothing was saved: "
             "fastspec.unpatch(model) lets the model be saved without"
         )
-    tensors = _tensors(found[1])
-    state = _together({name: tensors[key] for _, own in found[1] for key, name in own.items()})
+    tensors = dense_float8(_tensors(found[1]))
+    state = _together({name: tensors[key] for _, own in found[1] for key, name in own.items() if key in tensors})
     mine = {} if head.is_rounded else head.state_dict()
     pairs = ((own.cpu().float(), state[name].float()) for name, own in mine.items() if name in state)
     same = all(torch.allclose(*pair, rtol=2**-8, atol=1e-7) for pair in pairs)  # casts that a target was given round
