@@ -658,12 +658,14 @@ def test_files_that_are_fetched_are_of_the_index_that_names_them(
     assert asked == ["a" * 40]
 
 
+@pytest.mark.parametrize("size", ["50KB", "1GB"])
 def test_inspecting_files_that_are_not_there_fetches_their_headers_alone(
-    hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    size: str, hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of several that an index names, and of one."""
     model, _ = loaded("qwen3_5_text", tmp_path / "whole")
     with fastspec.patched(model, mtp=True):
-        model.save_pretrained(tmp_path / "cut", max_shard_size="50KB")
+        model.save_pretrained(tmp_path / "cut", max_shard_size=size)
     held = {file.name: file.read_bytes() for file in (tmp_path / "cut").glob("*.safetensors")}
     for name in held:
         (tmp_path / "cut" / name).unlink()
@@ -677,9 +679,16 @@ def test_inspecting_files_that_are_not_there_fetches_their_headers_alone(
         return SimpleNamespace(tensors=kinds)
 
     monkeypatch.setattr(mtp, "parse_safetensors_file_metadata", headers)
-    monkeypatch.setattr(mtp, "cached_file", lambda *_, **__: pytest.fail("fetched"))
+    monkeypatch.setattr(mtp, "cached_file", lambda _, name, **__: None if name == mtp.INDEX else pytest.fail("fetched"))
     shown = inspect_mtp(hub(tmp_path / "cut", "a" * 40, "main"))
-    assert shown is not None and shown.refused is None and {*asked.values()} == {"a" * 40} and len(asked) < len(held)
+    assert shown is not None and shown.refused is None
+    if len(held) == 1:
+        monkeypatch.undo()
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        with pytest.raises(CheckpointError, match=f"gives neither {mtp.INDEX} nor {mtp.WHOLE}: .*HF_HUB_OFFLINE"):
+            load_mtp("org/tiny", model)
+        return
+    assert {*asked.values()} == {"a" * 40} and len(asked) < len(held)
 
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError("no network")
@@ -1011,6 +1020,7 @@ def test_counts_of_tokens_are_kept_for_the_next_patch(worldly: Any) -> None:
     (file,) = files.kept("drafted")
     counts = json.loads(file.read_text())["counts"]
     assert {"590", "591", "592"} <= counts.keys() and all(int(token) >= 240 for token in counts)
+    assert os.name == "nt" or not file.stat().st_mode & 0o077, "texts are their user's alone"
     others, found = asked(worldly, 300)
     assert {300, 301, 302, 590, 591, 592} <= {*found}
     assert torch.equal(others[0, :4], torch.tensor([300, 301, 302, 300])) and [*files.kept("drafted")] == [file]
