@@ -1031,14 +1031,17 @@ def test_counts_of_tokens_are_kept_for_the_next_patch(worldly: Any) -> None:
     assert {590, 591, 592} <= {*asked(worldly)[1]} and not [*files.kept("drafted")]
 
 
-def test_counts_of_a_head_that_is_gone_are_kept_for_the_next(worldly: Any) -> None:
-    """Of a model that was cast, and of one that nothing refers to."""
+def test_counts_of_a_vocabulary_that_is_gone_are_kept_for_the_next(worldly: Any) -> None:
+    """Of a model that was cast, whose later ones stay, and of one that nothing refers to."""
     model = AutoModelForCausalLM.from_pretrained(worldly.config.name_or_path, dtype=torch.float32)
     fastspec.patch(model, backend="torch")
     for first in (590, 580):
         model.generate(torch.tensor([[first, first + 1]]), max_new_tokens=1, do_sample=False, assistant=FEW)
-        gone = weakref.ref(session_of(model).resources["mtp"])
+        gone = weakref.ref(model)
+        held = [owner() for owner in vocabularies.held.values()]
         model.double()
+    assert held.count(model) == 1
+    del held
     head = with_vocabulary(registry._head("mtp", session_of(model).resources, model, 3), FEW, model)
     assert {580, 581, 590, 591} <= {*head.drafted()[240:].tolist()}
     del model, head

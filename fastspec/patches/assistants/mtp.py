@@ -369,19 +369,19 @@ def files_of(where: str, revision: str | None) -> Iterator[tuple[StoredFile, lis
     whole = _cached(where, WHOLE, revision)
     index = _fetched(where, INDEX, revision) if whole is None or _cached(where, INDEX, revision) else None
     if index is None:
-        stored = StoredFile(WHOLE, where, revision)
+        alone = StoredFile(WHOLE, where, revision)
         if whole is not None:
-            yield stored, _keys(Path(whole)), True
+            yield alone, _keys(Path(whole)), True
             return
         try:
-            keys = list(stored.headers())
+            keys = list(alone.headers())
         except CheckpointError as error:
             raise CheckpointError(
                 f"{where} is no directory, and as a hub id it gives neither {INDEX} nor {WHOLE}: MTP weights are read "
                 "from safetensors, and where HF_HUB_OFFLINE is set from what was fetched before; of a model that was "
                 "loaded with cache_dir=, fastspec.patch(model, mtp=PATH) says where"
             ) from error
-        yield stored, keys, True
+        yield alone, keys, True
         return
     commit = revision or Path(index).parent.name  # main may be another one on the hub
     for name, keys in _by_file(Path(index)).items():
