@@ -411,6 +411,30 @@ def test_a_layer_is_like_the_quantised_one_of_its_parts(names: tuple[str, ...], 
     assert read.keys() == dense.keys() and all(torch.equal(read[name], each) for name, each in dense.items())
 
 
+class Int8Tensor(torch.Tensor):
+    """torchao's weight, which is compared with none."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.equal:
+            raise NotImplementedError(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_an_lm_head_that_a_layer_brings_beside_one_of_codes_is_its_own(tmp_path: Path) -> None:
+    """GLM's files have copies of the embedding and of the LM head."""
+    model, _ = loaded("glm4_moe", tmp_path, tie_word_embeddings=False)
+    held, prefix = model.lm_head.weight, f"model.layers.{model.config.num_hidden_layers}"
+    embedding = model.get_input_embeddings().weight
+    broken(
+        tmp_path, **{f"{prefix}.shared_head.head.weight": held.data, f"{prefix}.embed_tokens.weight": embedding.data}
+    )
+    assert load_mtp(True, model).module.lm_head is None
+    model.lm_head.weight = torch.nn.Parameter(held.data.as_subclass(Int8Tensor), requires_grad=False)
+    head = load_mtp(True, model)
+    assert torch.equal(head.module.lm_head.weight, held) and not head.binding.own_embedding
+
+
 def broken(folder: Path, **changes: Tensor | None) -> None:
     """Change tensors in a checkpoint; None takes one out."""
     path = folder / "model.safetensors"

@@ -26,7 +26,7 @@ from fastspec import files
 from fastspec.default_trees import TreeShape
 from fastspec.errors import CheckpointError, Unsupported
 from fastspec.generation.drafters.head_drafter import EagleDrafter
-from fastspec.generation.heads.bound import BoundHead, TargetParts, bind, check_range
+from fastspec.generation.heads.bound import BoundHead, TargetParts, bind, check_range, plain_weight
 from fastspec.generation.heads.files import check_finite, some
 from fastspec.generation.heads.load import is_copy
 from fastspec.generation.heads.module import FLOATS, HeadConfig, MtpHead
@@ -620,10 +620,9 @@ def _like(state: dict[str, Tensor], layers: Any, adapter: Adapter) -> int | None
 
 
 def _taken(state: dict[str, Tensor], name: str, module: Any) -> Tensor | None:
-    """A tensor, taken out, that is no copy of the target's own. One without values is none."""
-    tensor, own = state.pop(name, None), getattr(module, "weight", None)
-    copied = tensor is not None and not tensor.is_meta and isinstance(own, Tensor) and is_copy(tensor, own)
-    return None if copied else tensor
+    """A tensor, taken out, that is no copy of the target's own, as none is of one without values or of codes."""
+    tensor, own = state.pop(name, None), plain_weight(module)
+    return None if tensor is None or (own is not None and is_copy(tensor, own)) else tensor
 
 
 def _config(
