@@ -192,7 +192,7 @@ def unpatch(model: Model, *, force: bool = False) -> Model:
     if session is None:
         raise PatchConflict(not_patched(model, "fastspec.patch(model) comes first"))
     left = session.undo(force)
-    vocabularies.let_go(session.resources.get("mtp"))
+    vocabularies.let_go(model)
     if not session.captured:
         drop_capturing_hooks(model)
     if left:

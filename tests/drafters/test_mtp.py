@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import pickle
@@ -10,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -50,7 +52,7 @@ from fastspec.generation.drafters.head_drafter import EagleDrafter
 from fastspec.generation.drafters.tree_sizes import TreeSizes
 from fastspec.generation.heads.bound import Drafted, DraftVocabulary
 from fastspec.generation.heads.rounded_linear import RoundedLinear, rounded_lines
-from fastspec.patches.assistants import mtp, smaller_heads
+from fastspec.patches.assistants import mtp, registry, smaller_heads
 from fastspec.patches.assistants.kept_counts import vocabularies
 from fastspec.patches.assistants.mtp import load_mtp
 from fastspec.patches.assistants.mtp_report import inspect_mtp
@@ -309,7 +311,7 @@ def in_float8(tensors: dict[str, Tensor], scaled: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("kind", "scaled"), [("qwen3_5_text", "blocks"), ("glm4_moe", "lines"), ("qwen3_next", "all")])
 def test_a_layer_of_fp8_is_read(kind: str, scaled: str, tmp_path: Path) -> None:
-    """As Qwen, DeepSeek and GLM ship it, experts one by one: it drafts as before it was rounded."""
+    """As Qwen, DeepSeek and GLM ship it, experts one by one: it drafts as before it was rounded, and is saved dense."""
     model, _ = loaded(kind, tmp_path)
     layers = model.config.num_hidden_layers
     dense = load_mtp(True, model).module.state_dict()
@@ -327,6 +329,11 @@ def test_a_layer_of_fp8_is_read(kind: str, scaled: str, tmp_path: Path) -> None:
     fastspec.patch(model, mtp=True)
     assert torch.equal(model.generate(**inputs, **options, assistant=TREE), expected)
     assert fastspec.report(model).last.acceptance_length > 2
+    model.save_pretrained(tmp_path / "saved")
+    assert {key for key in load_file(tmp_path / "saved" / "model.safetensors") if key in mine} == mine.keys()
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    again = load_mtp(True, saved).module.state_dict()
+    assert all(torch.equal(again[name], each) for name, each in read.items())
 
 
 def test_scales_of_fp8_stand_for_blocks_lines_and_all() -> None:
@@ -377,6 +384,55 @@ def test_a_layer_beside_quantised_ones_keeps_its_weights(made: str, tmp_path: Pa
             for each in ("autoregressive", TREE)
         )
         assert torch.equal(one, drafted)
+
+
+class Packed(torch.nn.Linear):
+    """A quantised layer, as far as its tensors' names go."""
+
+    names: tuple[str, ...] = ()
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination.update({prefix + name: torch.zeros(1) for name in self.names})
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("qweight", "scales"), ("weight_packed", "weight_scale"), ("weight", "weight.absmax", "weight.quant_map")],
+    ids=["GPTQ", "compressed-tensors", "bitsandbytes"],
+)
+def test_a_layer_is_like_the_quantised_one_of_its_parts(names: tuple[str, ...], tmp_path: Path) -> None:
+    """ERNIE's is dense, as its first layer is, and not as its last ones."""
+    model, _ = loaded("ernie4_5_moe", tmp_path)
+    dense = load_mtp(True, model).module.state_dict()
+    for layer in model.model.layers.modules():
+        if type(layer) is torch.nn.Linear:
+            layer.__class__, layer.names = Packed, names
+    read = load_mtp(True, model).module.state_dict()
+    assert read.keys() == dense.keys() and all(torch.equal(read[name], each) for name, each in dense.items())
+
+
+class Int8Tensor(torch.Tensor):
+    """torchao's weight, which is compared with none."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.equal:
+            raise NotImplementedError(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_an_lm_head_that_a_layer_brings_beside_one_of_codes_is_its_own(tmp_path: Path) -> None:
+    """GLM's files have copies of the embedding and of the LM head."""
+    model, _ = loaded("glm4_moe", tmp_path, tie_word_embeddings=False)
+    held, prefix = model.lm_head.weight, f"model.layers.{model.config.num_hidden_layers}"
+    embedding = model.get_input_embeddings().weight
+    broken(
+        tmp_path, **{f"{prefix}.shared_head.head.weight": held.data, f"{prefix}.embed_tokens.weight": embedding.data}
+    )
+    assert load_mtp(True, model).module.lm_head is None
+    model.lm_head.weight = torch.nn.Parameter(held.data.as_subclass(Int8Tensor), requires_grad=False)
+    head = load_mtp(True, model)
+    assert torch.equal(head.module.lm_head.weight, held) and not head.binding.own_embedding
 
 
 def broken(folder: Path, **changes: Tensor | None) -> None:
@@ -626,12 +682,14 @@ def test_files_that_are_fetched_are_of_the_index_that_names_them(
     assert asked == ["a" * 40]
 
 
+@pytest.mark.parametrize("size", ["50KB", "1GB"])
 def test_inspecting_files_that_are_not_there_fetches_their_headers_alone(
-    hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    size: str, hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of several that an index names, and of one."""
     model, _ = loaded("qwen3_5_text", tmp_path / "whole")
     with fastspec.patched(model, mtp=True):
-        model.save_pretrained(tmp_path / "cut", max_shard_size="50KB")
+        model.save_pretrained(tmp_path / "cut", max_shard_size=size)
     held = {file.name: file.read_bytes() for file in (tmp_path / "cut").glob("*.safetensors")}
     for name in held:
         (tmp_path / "cut" / name).unlink()
@@ -645,9 +703,16 @@ def test_inspecting_files_that_are_not_there_fetches_their_headers_alone(
         return SimpleNamespace(tensors=kinds)
 
     monkeypatch.setattr(mtp, "parse_safetensors_file_metadata", headers)
-    monkeypatch.setattr(mtp, "cached_file", lambda *_, **__: pytest.fail("fetched"))
+    monkeypatch.setattr(mtp, "cached_file", lambda _, name, **__: None if name == mtp.INDEX else pytest.fail("fetched"))
     shown = inspect_mtp(hub(tmp_path / "cut", "a" * 40, "main"))
-    assert shown is not None and shown.refused is None and {*asked.values()} == {"a" * 40} and len(asked) < len(held)
+    assert shown is not None and shown.refused is None
+    if len(held) == 1:
+        monkeypatch.undo()
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        with pytest.raises(CheckpointError, match=f"gives neither {mtp.INDEX} nor {mtp.WHOLE}: .*HF_HUB_OFFLINE"):
+            load_mtp("org/tiny", model)
+        return
+    assert {*asked.values()} == {"a" * 40} and len(asked) < len(held)
 
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError("no network")
@@ -979,6 +1044,7 @@ def test_counts_of_tokens_are_kept_for_the_next_patch(worldly: Any) -> None:
     (file,) = files.kept("drafted")
     counts = json.loads(file.read_text())["counts"]
     assert {"590", "591", "592"} <= counts.keys() and all(int(token) >= 240 for token in counts)
+    assert os.name == "nt" or not file.stat().st_mode & 0o077, "texts are their user's alone"
     others, found = asked(worldly, 300)
     assert {300, 301, 302, 590, 591, 592} <= {*found}
     assert torch.equal(others[0, :4], torch.tensor([300, 301, 302, 300])) and [*files.kept("drafted")] == [file]
@@ -987,6 +1053,24 @@ def test_counts_of_tokens_are_kept_for_the_next_patch(worldly: Any) -> None:
     file.unlink()
     worded().save_pretrained(worldly.config.name_or_path)  # whose are the others?
     assert {590, 591, 592} <= {*asked(worldly)[1]} and not [*files.kept("drafted")]
+
+
+def test_counts_of_a_vocabulary_that_is_gone_are_kept_for_the_next(worldly: Any) -> None:
+    """Of a model that was cast, whose later ones stay, and of one that nothing refers to."""
+    model = AutoModelForCausalLM.from_pretrained(worldly.config.name_or_path, dtype=torch.float32)
+    fastspec.patch(model, backend="torch")
+    for first in (590, 580):
+        model.generate(torch.tensor([[first, first + 1]]), max_new_tokens=1, do_sample=False, assistant=FEW)
+        gone = weakref.ref(model)
+        held = [owner() for owner in vocabularies.held.values()]
+        model.double()
+    assert held.count(model) == 1
+    del held
+    head = with_vocabulary(registry._head("mtp", session_of(model).resources, model, 3), FEW, model)
+    assert {580, 581, 590, 591} <= {*head.drafted()[240:].tolist()}
+    del model, head
+    gc.collect()
+    assert gone() is None and {580, 581, 590, 591, 300} <= {*asked(worldly, 300)[1]}
 
 
 def test_a_process_keeps_its_counts_when_it_ends(worldly: Any, tmp_path: Path) -> None:

@@ -252,7 +252,7 @@ class BoundHead:
         generator = torch.Generator().manual_seed(0)
         probe = torch.randn(made.weight.shape[1], generator=generator, device="cpu").to(made.weight)
         mapped = between.weight.float() @ probe.to(between.weight.device).float()
-        whole = _plain_weight(lm_head)
+        whole = plain_weight(lm_head)
         if whole is not None and whole.dtype is torch.float32 and not isinstance(whole, DTensor):
             now = (whole @ mapped.to(whole.device))[self.module.drafted().to(whole.device)]  # a third of the time
         else:
@@ -318,7 +318,7 @@ def bind(module: DraftHead, embedding: nn.Module | None, target: TargetParts) ->
             f"on {target.device}: use a head with an LM head of its own, 'nasd' or 'speculative'"
         )
     if rows:
-        _check_rows(module, target.lm_head)
+        _check_rows(module, target.lm_head, target.stored)
     own = embedding is not None
     binding = Binding(
         target.embedding if embedding is None else embedding,
@@ -380,7 +380,7 @@ def _misfits_now(head: BoundHead, target: TargetParts, rows: tuple[int, int]) ->
 
 def _width(module: nn.Module) -> int:
     """Columns of an embedding's or an LM head's weight, or where it is packed the module's own figure."""
-    if isinstance(module, nn.Linear) and _plain_weight(module) is None:
+    if isinstance(module, nn.Linear) and plain_weight(module) is None:
         return module.in_features
     return cast(Tensor, module.weight).shape[1]
 
@@ -417,9 +417,9 @@ def _check_rows(module: DraftHead, lm_head: nn.Module, stored: ReadStored | None
         )
 
 
-def _plain_weight(lm_head: Any) -> Tensor | None:
-    """An LM head's weight in plain floating point, or None without one, such as where it is offloaded."""
-    weight = getattr(lm_head, "weight", None)
+def plain_weight(module: Any) -> Tensor | None:
+    """An embedding's or LM head's weight in plain floating point, or None without one, as where it is offloaded."""
+    weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or type(weight) not in (Tensor, nn.Parameter, DTensor):
         return None
     return None if weight.is_meta or weight.dtype not in FLOATS else weight
@@ -427,7 +427,7 @@ def _plain_weight(lm_head: Any) -> Tensor | None:
 
 def _weight(lm_head: Any, stored: ReadStored | None) -> Tensor | StoredWeight | None:
     """An LM head's weight in plain floating point, or as it is stored, or None without either."""
-    plain = _plain_weight(lm_head)
+    plain = plain_weight(lm_head)
     return stored(lm_head) if plain is None and stored is not None else plain
 
 

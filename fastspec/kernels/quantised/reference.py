@@ -143,17 +143,13 @@ class StoredWeight:
 
     def taken(self, ids: Tensor) -> StoredWeight:
         """Copies of the lines ids [N], each with scales of its own."""
-        points, factors = self.zeros, self.scales if self.nested is None else scales(self)
-        if points is not None and points.dtype != torch.int8:
-            unpacked = zeros(self)
-            assert unpacked is not None
-            points = unpacked.to(torch.int8)
+        points = zeros(self, ids)
         return replace(
             self,
             codes=self.codes[ids],
-            scales=factors[ids // self.block[0]],
+            scales=(self.scales if self.nested is None else scales(self))[ids // self.block[0]],
             block=(1, self.block[1]),
-            zeros=None if points is None else points[ids],
+            zeros=None if points is None else points.to(torch.int8),
             nested=None,
         )
 
@@ -217,14 +213,14 @@ def scales(weight: StoredWeight) -> Tensor:
     return nested.table.float()[weight.scales.long()] * nested.factors.float()[places // nested.block] + nested.offset
 
 
-def zeros(weight: StoredWeight) -> Tensor | None:
-    """Zero points as numbers: [M, G] fp32, or None where all are zero."""
+def zeros(weight: StoredWeight, lines: Tensor | None = None) -> Tensor | None:
+    """Zero points of these lines [N], or of all, as numbers: [N, G] fp32, or None where all are zero."""
     points, kind = weight.zeros, weight.kind
     if points is None:
         return None
     if points.dtype == torch.int8:
-        return points.float()
-    lines, per = torch.arange(weight.shape[0], device=weight.device), 32 // kind.bits
+        return (points if lines is None else points[lines]).float()
+    lines, per = torch.arange(weight.shape[0], device=weight.device) if lines is None else lines, 32 // kind.bits
     codes: Tensor = (points[lines // per] >> (lines % per * kind.bits)[:, None]) & (2**kind.bits - 1)
     return codes.float() - kind.less
 

@@ -1,5 +1,6 @@
 """Counts of tokens by which draft vocabularies follow texts, kept in the cache folder: the next process begins with the
-tokens of the last texts. They are read with a vocabulary and written by `unpatch` and at exit, never in a round."""
+tokens of the last texts. They are written by `unpatch`, before another vocabulary of the model reads them, and at exit;
+never in a round, nor when a model is collected, which may be while a graph is captured."""
 
 from __future__ import annotations
 
@@ -7,11 +8,13 @@ import atexit
 import hashlib
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
+from weakref import ref
+
+from torch import nn
 
 from fastspec import files
 from fastspec.forks import at_fork
-from fastspec.generation.heads.bound import BoundHead, DraftVocabulary
+from fastspec.generation.heads.bound import DraftVocabulary
 
 FOLDER, LARGEST = "drafted", 1 << 40
 """Folder of the cache, and a count that no texts make."""
@@ -55,28 +58,30 @@ def keep_counts(vocabulary: DraftVocabulary) -> None:
 
 
 class KeptVocabularies:
-    """Draft vocabularies of this process whose counts are to be kept."""
+    """Draft vocabularies of this process whose counts are to be kept, with the models that they draft for."""
 
     def __init__(self) -> None:
-        self.held = WeakSet[DraftVocabulary]()
+        self.held: dict[DraftVocabulary, ref[nn.Module]] = {}
         at_fork(self)
 
     def forked(self) -> None:
         """Leave the counts to the process that forked."""
         self.held.clear()
 
+    def hold(self, vocabulary: DraftVocabulary, model: nn.Module) -> None:
+        """Keep the counts of a model's vocabulary later."""
+        self.held.setdefault(vocabulary, ref(model))
+
+    def let_go(self, model: nn.Module) -> None:
+        """Keep the counts of a model's vocabularies, and of models that are gone, now and no more."""
+        for vocabulary, owner in list(self.held.items()):
+            if (owner() is model or owner() is None) and self.held.pop(vocabulary, None) is not None:
+                keep_counts(vocabulary)
+
     def keep_all(self) -> None:
         """Keep the counts of all."""
         for each in list(self.held):
             keep_counts(each)
-
-    def let_go(self, head: Any) -> None:
-        """Keep the counts of a head's vocabulary, now and no more."""
-        narrow = head.derived.narrowed if isinstance(head, BoundHead) else None
-        vocabulary = None if narrow is None else narrow[1].derived.vocabulary
-        if vocabulary is not None and vocabulary in self.held:
-            self.held.discard(vocabulary)
-            keep_counts(vocabulary)
 
 
 vocabularies = KeptVocabularies()

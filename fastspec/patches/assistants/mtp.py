@@ -26,7 +26,7 @@ from fastspec import files
 from fastspec.default_trees import TreeShape
 from fastspec.errors import CheckpointError, Unsupported
 from fastspec.generation.drafters.head_drafter import EagleDrafter
-from fastspec.generation.heads.bound import BoundHead, TargetParts, bind, check_range
+from fastspec.generation.heads.bound import BoundHead, TargetParts, bind, check_range, plain_weight
 from fastspec.generation.heads.files import check_finite, some
 from fastspec.generation.heads.load import is_copy
 from fastspec.generation.heads.module import FLOATS, HeadConfig, MtpHead
@@ -319,16 +319,16 @@ def _renamed(form: MtpForm, key: str) -> str:
     return key if OUTSIDE.search(key) else f"layer.{key}"
 
 
-def described(where: str) -> tuple[str, int]:
-    """Type and number of layers of a checkpoint's language model, by its config.json. Raises ValueError without."""
+def layers_in(where: str) -> int:
+    """Number of layers of a checkpoint's language model, by its config.json. Raises ValueError without."""
     folder = Path(where).expanduser()
     path = folder / "config.json" if folder.is_dir() else Path(_needed(where, "config.json", None))
     raw = files.parse_json(path.read_text(encoding="utf-8"))
     text = raw.get("text_config", raw) if isinstance(raw, dict) else None
-    kind, layers = (text.get("model_type"), text.get("num_hidden_layers")) if isinstance(text, dict) else (None, None)
-    if not isinstance(kind, str) or not isinstance(layers, int):
+    layers = text.get("num_hidden_layers") if isinstance(text, dict) else None
+    if not isinstance(layers, int):
         raise ValueError(f"{path} describes no language model")
-    return kind, layers
+    return layers
 
 
 def _together(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -369,14 +369,19 @@ def files_of(where: str, revision: str | None) -> Iterator[tuple[StoredFile, lis
     whole = _cached(where, WHOLE, revision)
     index = _fetched(where, INDEX, revision) if whole is None or _cached(where, INDEX, revision) else None
     if index is None:
-        whole = whole or _fetched(where, WHOLE, revision)
-        if whole is None:
+        alone = StoredFile(WHOLE, where, revision)
+        if whole is not None:
+            yield alone, _keys(Path(whole)), True
+            return
+        try:
+            keys = list(alone.headers())
+        except CheckpointError as error:
             raise CheckpointError(
                 f"{where} is no directory, and as a hub id it gives neither {INDEX} nor {WHOLE}: MTP weights are read "
                 "from safetensors, and where HF_HUB_OFFLINE is set from what was fetched before; of a model that was "
                 "loaded with cache_dir=, fastspec.patch(model, mtp=PATH) says where"
-            )
-        yield StoredFile(whole), _keys(Path(whole)), True
+            ) from error
+        yield alone, keys, True
         return
     commit = revision or Path(index).parent.name  # main may be another one on the hub
     for name, keys in _by_file(Path(index)).items():
@@ -429,8 +434,8 @@ def _needed(where: str, name: str, revision: str | None) -> str:
 
 def save_with_mtp(model: Any, *args: Any, **options: Any) -> Any:
     """A model's `save_pretrained` that keeps the MTP layer among its tensors, which transformers would lose: as its
-    files have it, or in Qwen's form where it was trained since. Raises CheckpointError, before anything is written,
-    where the files that it was read from hold it no more."""
+    files have it, FP8 in bf16, or in Qwen's form where it was trained since. Raises CheckpointError, before anything is
+    written, where the files that it was read from hold it no more."""
     save = type(model).save_pretrained
     given = inspect.signature(save).bind(model, *args, **options).arguments
     session = session_of(model)
@@ -464,10 +469,10 @@ def _kept(head: MtpHead, model: Any) -> dict[str, Tensor]:
             f"{where} holds the MTP layer no more that was read from it, and nothing was saved: "
             "fastspec.unpatch(model) lets the model be saved without"
         )
-    tensors = _tensors(found[1])
-    state = _together({name: tensors[key] for _, own in found[1] for key, name in own.items()})
+    tensors = dense_float8(_tensors(found[1]))
+    state = _together({name: tensors[key] for _, own in found[1] for key, name in own.items() if key in tensors})
     mine = {} if head.is_rounded else head.state_dict()
-    pairs = [(own.cpu().double(), state[name].double()) for name, own in mine.items() if name in state]
+    pairs = ((own.cpu().float(), state[name].float()) for name, own in mine.items() if name in state)
     same = all(torch.allclose(*pair, rtol=2**-8, atol=1e-7) for pair in pairs)  # casts that a target was given round
     return tensors if same else saved_mtp(head)
 
@@ -598,12 +603,16 @@ def _embedding(weight: Tensor, target: TargetParts, where: str) -> nn.Embedding:
 def _like(state: dict[str, Tensor], layers: Any, adapter: Adapter) -> int | None:
     """The number of the target's last layer with full attention whose parts have the names of the MTP layer's: mixtures
     have dense layers too. Without any the last one, whose names tell what is missing."""
-    mine = {name.removeprefix("layer.") for name in state if name.startswith("layer.")}
+    mine = {name.removeprefix("layer.").rpartition(".")[0] for name in state if name.startswith("layer.")}
 
     def names(layer: nn.Module) -> set[str]:
-        """Names as without LoRA and scales."""
-        held = (name for name in layer.state_dict() if ".lora_" not in name and not CODED.search(name))
-        return {name.replace(".base_layer.", ".") for name in held}
+        """Modules that hold tensors, by their names without LoRA: quantised ones name their tensors otherwise."""
+        modules, found = dict(layer.named_modules()), set[str]()
+        for name in layer.state_dict():
+            while name not in modules:
+                name = name.rpartition(".")[0]
+            found.add(name.removesuffix(".base_layer"))
+        return {name for name in found if ".lora_" not in name}
 
     full = [number for number, layer in enumerate(layers) if hasattr(layer, adapter.attention)]
     same = [number for number in full if mine == names(layers[number])]
@@ -611,10 +620,9 @@ def _like(state: dict[str, Tensor], layers: Any, adapter: Adapter) -> int | None
 
 
 def _taken(state: dict[str, Tensor], name: str, module: Any) -> Tensor | None:
-    """A tensor, taken out, that is no copy of the target's own. One without values is none."""
-    tensor, own = state.pop(name, None), getattr(module, "weight", None)
-    copied = tensor is not None and not tensor.is_meta and isinstance(own, Tensor) and is_copy(tensor, own)
-    return None if copied else tensor
+    """A tensor, taken out, that is no copy of the target's own, as none is of one without values or of codes."""
+    tensor, own = state.pop(name, None), plain_weight(module)
+    return None if tensor is None or (own is not None and is_copy(tensor, own)) else tensor
 
 
 def _config(

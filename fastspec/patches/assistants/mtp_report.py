@@ -21,10 +21,10 @@ from fastspec.models import check_hub, first_line
 from fastspec.patches.assistants.heads import parts_of
 from fastspec.patches.assistants.mtp import (
     adapter_of,
-    described,
     files_of,
     fitted,
     found_mtp,
+    layers_in,
     read_mtp,
     refuse_gemma4,
 )
@@ -48,7 +48,7 @@ def inspect_mtp(source: str | Path, target: PreTrainedConfig | None = None) -> M
     where = str(source)
     try:
         check_hub(where)
-        layers = described(where)[1] if target is None else target.get_text_config().num_hidden_layers
+        layers = layers_in(where) if target is None else target.get_text_config().num_hidden_layers
         found = found_mtp(where, layers, None)
         if found is None and not is_model(key for _, keys, _ in files_of(where, None) for key in keys):
             return None

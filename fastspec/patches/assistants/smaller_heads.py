@@ -60,13 +60,14 @@ def with_vocabulary(head: BoundHead, config: Mtp, model: Any) -> BoundHead:
         if isinstance(count, str):
             return Drafted(read_list(Path(count), size))
         tokenizer = _tokenizer(model)
+        vocabularies.let_go(model)
         ids, kept_by = likely(model, tokenizer, count - free, size), fingerprint(tokenizer, size) if free else ""
         return Drafted(ids, kept_counts(kept_by, size), kept_by) if kept_by else Drafted(ids)
 
     narrow = narrowed(head, (asked, free), lambda: by_first(model, made), free)
     vocabulary, group = narrow.derived.vocabulary, group_of(model)
     if vocabulary is not None and vocabulary.kept_by and (group is None or group.rank() == 0):
-        vocabularies.held.add(vocabulary)
+        vocabularies.hold(vocabulary, model)
     return narrow
 
 

@@ -197,7 +197,8 @@ def has_zero_points(given: Mapping[str, Any]) -> bool:
     """True of a `quantization_config` of compressed-tensors' packed weights with zero points."""
     groups = (given.get("config_groups") or {}).values()
     ours = given.get("quant_method") == "compressed-tensors" and not given.get("dequantize")
-    return ours and any((group.get("weights") or {}).get("symmetric") is False for group in groups)
+    weights = [group.get("weights") or {} for group in groups if isinstance(group, dict)]  # else a preset's targets
+    return ours and any(each.get("symmetric") is False for each in weights)
 
 
 def take_over(config: Any, source: str, *, experts: bool, subfolder: str = "", **_: Any) -> bool:

@@ -512,6 +512,7 @@ def test_zero_points_of_compressed_tensors_alone_are_taken_over(given):
     groups: dict[str, Any] = {
         "all": {"targets": ["Linear"], "weights": {"num_bits": 4, "symmetric": False}},
         "none": {"weights": None},
+        "W4A16": ["Linear"],
     }
     whole = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
     assert has_zero_points(whole | (given or {})) == (given is None)

@@ -39,6 +39,7 @@ from fastspec.patches.hf.layers import product_of
 from fastspec.patches.hf.model import HFModel
 from fastspec.patches.hf.modes import adapter_for
 from fastspec.patches.hf.quantised import UNPACKED, read
+from fastspec.patches.session import session_of
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": 1000}
 SMALL = fastspec.Eagle3(depth=2, top_k=2, total_tokens=6)
@@ -251,6 +252,23 @@ def test_heads_read_a_borrowed_lm_head_as_the_target_does(stored, bits, captures
     fastspec.unpatch(model)
     packed = {"storage": before["storage"]} if captures else {}  # plain weights lie together there
     assert_same(before, snapshot(model) | packed)
+
+
+@torch.no_grad()
+def test_a_head_with_a_matrix_takes_rows_of_a_packed_lm_head():
+    """As they are now."""
+    torch.manual_seed(0)
+    model = tiny_model(num_hidden_layers=2, tie_word_embeddings=False)
+    model.lm_head = by_lines(model.lm_head).eval()
+    head = tiny_head(model, own_lm_head=False, target_rows=True, draft_vocab_size=40)
+    fastspec.patch(model, eagle3=head, stored=True, backend="torch")
+    for change in (1.0, -2.0):
+        model.lm_head.weight_scale.data *= change
+        plain, drafted = (model.generate(**prompts(5), **OPTIONS, assistant=each) for each in ("autoregressive", SMALL))
+        assert torch.equal(plain, drafted)
+        held = session_of(model).resources["eagle3"]
+        rows = dequantised(read(model.lm_head), torch.float32)[:40]
+        torch.testing.assert_close(held.readout().weight, rows @ head.lm_head_map.weight)
 
 
 def test_why_a_module_runs_by_its_own_forward():
