@@ -417,8 +417,8 @@ class NasdDrafter(HostDrafter):
             self.work(all_of_it=True)
 
     def work(self, all_of_it: bool = False) -> None:
-        """Count what was put off, once `rule` has heard it; without drafts, of rows that have enough of it for a
-        counter, and while none are near of those that are watched."""
+        """Count what was put off, once `rule` has heard it: in rounds without drafts that of rows with enough for a
+        counter, and while no drafts are near that of watched rows alone."""
         looked_up = self.growths is not None
         self._seat()
         if self.counted and not all_of_it:
