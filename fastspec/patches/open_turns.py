@@ -260,7 +260,7 @@ class OpenTurns(ABC):
                             break
                         continue
                 self._turn()
-        self._widths.current.engine.end()
+        self._end_rounds()
         if self._dead is None:
             self._anywhere(False)  # all have come here
 
@@ -416,7 +416,7 @@ class OpenTurns(ABC):
         it again."""
 
         def make() -> None:
-            self._widths.current.engine.end()
+            self._end_rounds()
             self._begin_anew()
 
         error = self._raised_by(make)
@@ -425,6 +425,12 @@ class OpenTurns(ABC):
                 self._stale = True
                 for _ in range(min(ready, len(self._arrived))):
                     self._arrived.popleft().finish([], error)
+
+    def _end_rounds(self) -> None:
+        """End the rounds that no others follow: nothing is read for drafts that none will have."""
+        engine = self._widths.current.engine
+        engine.forget()
+        engine.end()
 
     def _begin_anew(self) -> None:
         """Make all rounds anew, of the model as it is."""

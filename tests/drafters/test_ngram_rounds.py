@@ -784,6 +784,24 @@ def test_tokens_of_rows_that_stand_for_others_are_counted_while_no_drafts_are_ne
     assert max(map(len, drafter.unread)) < 8
 
 
+@pytest.mark.parametrize("rows", [8, 32, 64])
+def test_a_rest_ends_once_the_tokens_of_most_rows_are_counted(dear, rows):
+    """Few of many rows are counted in it: with drafts for these alone the budget was spent before others had some."""
+    drafter, rests, quiet = drafter_of(rows, [1, 2, 3]), 0, 0
+    for token in [*range(10, 2000), *[*range(3000, 3023)] * 60]:
+        if rests == 1:
+            rests += drafter.rests_on()
+        if not rests:
+            rests = drafter.pause()
+        if not rests:
+            break
+        rests -= 1
+        quiet += not drafter.listens
+        told(drafter, token)
+    assert not rests and quiet
+    assert sum(map(drafter._knows, range(rows))) >= 7 / 8 * rows
+
+
 def test_rounds_without_drafts_that_it_was_not_asked_for_are_counted(dear):
     """As those of an open batch are while no row takes drafts."""
     drafter = drafter_of(2, [3, 4, 5])

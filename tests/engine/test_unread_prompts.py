@@ -201,7 +201,7 @@ def test_a_text_that_a_head_has_not_read_is_read_where_another_goes_on_from_it(
         assert not batch._prefixes.idle and reused > 40 + 58 - 10
         drafters.append((batch._widths.made[1].engine.drafter, reused))
     (one, mine), (other, theirs) = drafters
-    assert mine == theirs and same_cache(one, other, 0, 80)
+    assert mine == theirs and same_cache(one, other, 0, 40 + 12 + 6 + 12 + 6)
 
 
 def test_texts_that_a_head_has_not_read_are_kept_once_one_was_missed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,3 +255,18 @@ def test_prompts_of_a_call_that_take_rows_in_turns_are_read_by_the_head_that_wak
         assert begun[0] == 9 and sorted(begun)[-1] == 14
         begun.clear()
     assert runs[0] == runs[1] and sum(sum(accepted) for _, accepted in runs[0]) > 10
+
+
+def test_prompts_that_wait_at_the_end_of_a_batch_are_read_by_nobody(
+    begun: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor by a head of the model as it was before a change."""
+    rest(monkeypatch)
+    _, model = made("random")
+    with fastspec.continuous(model, AUTO, rows=2, max_length=100) as batch:
+        for ids in (texts(40), texts(33, seed=1)):
+            told([batch.submit(each, **GREEDY, max_new_tokens=4) for each in ids])
+            resting = batch._widths.current.engine.resting
+            assert resting is not None and resting.unread
+            model.to(torch.bfloat16)
+    assert set(begun) == {1}, "blank rows alone"

@@ -273,15 +273,14 @@ class RestingDrafter(RootsOnly):
 
     def forget(self, row: int | None = None) -> None:
         rows = slice(None) if row is None else slice(row, row + 1)
-        vocabulary, unread = self.drafter.head.derived.vocabulary, self.unread
-        if row is None:
-            self.unread = []
-        elif any(each.rows.pop(row, None) for each in unread):
-            self.unread = [each for each in unread if each.rows]
+        vocabulary = self.drafter.head.derived.vocabulary
+        dropped = [each for each in self.unread if row is None or each.rows.keys() == {row}]
+        self.unread = [each for each in self.unread if each not in dropped]
+        for each in self.unread:
+            each.rows = {held: source for held, source in each.rows.items() if held != row}
         if vocabulary is not None:
-            for each in unread:
-                if each not in self.unread:
-                    vocabulary.count(each.ids, each.counts)
+            for each in dropped:
+                vocabulary.count(each.ids, each.counts)
             vocabulary.count(self.tokens[rows], self.counts[rows])
         self.counts[rows].zero_()
 

@@ -163,6 +163,8 @@ BATCHED = 8
 """Tokens from which a counter is asked, as a call of it takes as long as Python for a few."""
 LAG = 16
 """Tokens of a row at most that its drafts go on from although they are not counted yet."""
+KNOWN = 7 / 8
+"""Share of the rows that go on whose tokens have to be counted before rounds without drafts end."""
 BEYOND = 32
 """Tokens of a row's text at most that are no part of a prompt which begins like it, for its counts to be taken over:
 the last token, and what a round emitted behind an answer's limit. A text of which more is left is another one."""
@@ -415,8 +417,8 @@ class NasdDrafter(HostDrafter):
             self.work(all_of_it=True)
 
     def work(self, all_of_it: bool = False) -> None:
-        """Count what was put off, once `rule` has heard it; without drafts, of rows that have enough of it for a
-        counter, and while none are near of those that are watched."""
+        """Count what was put off, once `rule` has heard it: in rounds without drafts that of rows with enough for a
+        counter, and while no drafts are near that of watched rows alone."""
         looked_up = self.growths is not None
         self._seat()
         if self.counted and not all_of_it:
@@ -471,11 +473,15 @@ class NasdDrafter(HostDrafter):
         self._foretell()
         more = self.rule.rests_on(self.counting, self.parting)
         self._listen(more <= 1)
-        return more
+        return more or int(self._lags())
 
     def _listen(self, listens: bool) -> None:
         """Hear every round, or the next ones together: meanwhile only tokens of rows that are watched are counted."""
         self.counted, self.listens = self.counted and listens == self.listens, listens
+
+    def _lags(self) -> bool:
+        """True where drafts would bring less than the watched rows say, since too few of the others are counted."""
+        return sum(map(self._knows, range(len(self.active)))) < KNOWN * sum(self.active)
 
     def _knows(self, row: int) -> bool:
         return self.active[row] and row not in self.arrived and len(self.unread[row]) <= LAG

@@ -27,8 +27,8 @@ held rounds up may be over, and nothing else would tell."""
 RESTS = 2
 """Rounds without drafts at the least: the second is launched before the first is read."""
 UNHEARD, QUIET, LONGEST = 4, 0.5, 16
-"""Rounds for each further row that a rest is longer by where the host has a part in choosing tokens, and what else it
-does holds up the device, and in other open batches, where it has its rows' answers to hand on; rounds at the most."""
+"""Rounds for each further row that a rest is longer by: where the host has a part in choosing tokens, so that its other
+work holds up the device, and in other open batches, whose answers it hands on; rounds at the most."""
 GRANTED, LENT, SHARE, SAVED, OWED = (1.5, 1.0), 1.0, (0.01, 0.006), 4.0, 16.0
 """Target passes that drafts may lose at the start, of one row, for which a round with some is paid at the least, and of
 several, of which each loses more; those that a call's round with some may cost beyond; those that every round without

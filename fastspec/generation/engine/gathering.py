@@ -1,10 +1,10 @@
 """Prompts of an open batch that wait a few rounds for others, to be read in one pass with them.
 
-All rows stand still while a pass reads prompts; one that reads several short ones takes not much longer, one whose
-time is that of its tokens as long, and longer where they are padded. So the time that a prompt waits is worth less than
-what it saves where passes are measured to gain, many rows go on and other prompts are about to come. Rows that
-began together end together where answers are of equal length, and bring such prompts at once: drafts, which let rows
-part, cost that.
+All rows stand still while a pass reads prompts. One pass over several short prompts takes little longer than over one.
+Where its time grows with its tokens it saves nothing, and padding costs more. So a prompt waits where passes are
+measured to save more than the wait costs, which takes many rows that go on and other prompts that are about to come.
+Rows that began together end together where answers are of equal length, and bring such prompts at once. Drafts let rows
+part, which costs that.
 """
 
 from __future__ import annotations
