@@ -236,8 +236,9 @@ class NasdDrafter(HostDrafter):
         self.estimated, self.smallest = costs, min(sizes)
         self.least = cost.node * rows / plain
         """Chance of a draft for which the host takes as long as for what it promises."""
-        quick = counter is not None and all(type(storage) is NgramStorage for storage in storages)
-        self.quota = int(plain / (cost.count / QUICKER if quick else cost.count)) if cost.asynchronous else None
+        self.quick = counter is not None and all(type(storage) is NgramStorage for storage in storages)
+        """True where a counter counts, and not Python."""
+        self.quota = int(plain / (cost.count / QUICKER if self.quick else cost.count)) if cost.asynchronous else None
         """Tokens that are counted while a pass runs; None: all, at once."""
         self._begin_call(storages)
 
@@ -426,7 +427,7 @@ class NasdDrafter(HostDrafter):
         self._foretell()
         left = sum(map(len, self.unread)) if all_of_it or self.quota is None else self.quota
         least = 1 if all_of_it or self.counter is None or looked_up else BATCHED
-        near = all_of_it or self.listens or not self.ruled
+        near = all_of_it or self.listens or not self.quick or not self.ruled
         put_off = [(len(self.unread[row]), row) for row in (range(len(self.unread)) if near else self.rule.watched)]
         for most, row in sorted(each for each in put_off if each[0] >= least):
             unread, count = self.unread[row], min(left, most)
@@ -473,7 +474,7 @@ class NasdDrafter(HostDrafter):
         self._foretell()
         more = self.rule.rests_on(self.counting, self.parting)
         self._listen(more <= 1)
-        return more or int(self._lags())
+        return more or int(self.quick and self._lags())
 
     def _listen(self, listens: bool) -> None:
         """Hear every round, or the next ones together: meanwhile only tokens of rows that are watched are counted."""
