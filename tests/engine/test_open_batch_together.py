@@ -18,9 +18,10 @@ from helpers.open import GREEDY, NEVER, alone, made, texts, told
 
 import fastspec
 from fastspec.generation.drafters.head_drafter import HeadDrafter
-from fastspec.generation.engine import rounds
+from fastspec.generation.engine import joining, rounds
 from fastspec.generation.engine.engine import Engine
-from fastspec.generation.engine.rounds import Joining, Rounds
+from fastspec.generation.engine.joining import Joining
+from fastspec.generation.engine.rounds import Rounds
 
 ASSISTANTS = ["autoregressive", TREE, "eagle2", "eagle", "nasd"]
 COUNTS = (9, 3, 14, 5, 40, 2, 11, 6)
@@ -83,7 +84,7 @@ def test_first_tokens_go_to_the_host_before_the_drafter_reads_and_rows_are_copie
         monkeypatch.setattr(owner, name, lambda *given: order.append(told) or function(*given))
 
     with fastspec.continuous(model, TREE, rows=count, max_length=80) as batch:
-        noting(rounds, "HostCopy", "copy")
+        noting(joining if count == 1 else rounds, "HostCopy", "copy")
         noting(HeadDrafter, "begin", "draft")
         noting(Engine, "admit", "row")
         noting(Rounds, "_seat", "read")

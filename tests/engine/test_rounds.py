@@ -15,8 +15,9 @@ from torch import Tensor
 
 from fastspec.generation.engine.batching import Batch
 from fastspec.generation.engine.call import Request, RoundState
+from fastspec.generation.engine.joining import Joining
 from fastspec.generation.engine.round_program import Round, Scored
-from fastspec.generation.engine.rounds import Joining, Rounds, take
+from fastspec.generation.engine.rounds import Rounds, take
 from fastspec.generation.stats import Stats
 from fastspec.generation.tree import TokenTree, Verdict
 

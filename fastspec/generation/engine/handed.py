@@ -10,9 +10,10 @@ from torch import Tensor
 
 from fastspec.generation.drafters.given_text import GivenText, Transcript
 from fastspec.generation.engine.engine import Engine, TargetT
+from fastspec.generation.engine.joining import Joining
 from fastspec.generation.engine.open_batch import OpenBatch, Prompt
 from fastspec.generation.engine.own_rules import OwnRules
-from fastspec.generation.engine.rounds import AHEAD, Joining, Rounds, take
+from fastspec.generation.engine.rounds import AHEAD, Rounds, take
 from fastspec.generation.engine.verifier import ChoiceRule
 from fastspec.generation.stats import Stats
 

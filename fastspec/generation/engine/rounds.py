@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, ClassVar, Generic, TypeAlias
 
@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from fastspec.generation.capture import SPENT, padded_width, padded_widths
-from fastspec.generation.drafters.base import Drafter, HostDrafter, MixingDrafter, Unread
+from fastspec.generation.drafters.base import HostDrafter, MixingDrafter, Unread
 from fastspec.generation.drafters.given_text import Transcript
 from fastspec.generation.engine.batching import Batch
 from fastspec.generation.engine.call import Entry, HostCopy, Outcome, Prefix, Request
 from fastspec.generation.engine.engine import Engine, TargetT
 from fastspec.generation.engine.gathering import Gathering
+from fastspec.generation.engine.joining import Joining
 from fastspec.generation.engine.prefix_cache import PrefixBatch
 from fastspec.generation.engine.verifier import Verifier, verifier_of
 from fastspec.generation.stats import Stats, timed
-from fastspec.generation.target import Target
 from fastspec.kernels.verification.reference import NO_TOKEN
 
 TOGETHER = 8
@@ -39,8 +39,6 @@ ROWS_FOR_ONE = 16
 
 Waiting: TypeAlias = tuple[int, int, Tensor]
 """A prompt that is to take a row: the row, its number in the batch, and its tokens [1, T]."""
-Defer: TypeAlias = Callable[[Drafter | None, Tensor, Tensor, Tensor, Tensor], Unread | None]
-"""`Engine.defer`."""
 
 
 def groups(together: int) -> Iterator[tuple[int, int]]:
@@ -50,66 +48,6 @@ def groups(together: int) -> Iterator[tuple[int, int]]:
         for width in padded_widths(TOGETHER_TOKENS // count):
             yield count, width
         count *= 2
-
-
-class Joining:
-    """A prompt on its way into a row: a target and a drafter of one row read it, a part at a time.
-
-    `prompt` is its number in the batch, ids [1, T] are its tokens, of which those of a prefix are not read again.
-    """
-
-    def __init__(
-        self, row: int, prompt: int, ids: Tensor, target: Target, drafter: Drafter | None, prefix: Prefix | None = None
-    ) -> None:
-        self.row, self.prompt, self.ids, self.target, self.drafter = row, prompt, ids, target, drafter
-        self.prefix = prefix
-        target.reserve(ids.shape[1])  # at once, and not as its parts need it: what is captured hangs on the buffers
-        self.done, self.drafts_from = (0, 0) if prefix is None else (prefix.count, prefix.begin(target, drafter))
-        """Tokens that were read, and the first one that the drafter has not."""
-        self.features: list[Tensor] = []
-        self.unread: Unread | None = None
-        """The prompt, where its drafter begins with it later."""
-        self.logits: Tensor
-        self.first: HostCopy
-        """Its first new token, which waits neither for the drafter nor for the row."""
-
-    @property
-    def left(self) -> int:
-        """Tokens that are still to be read."""
-        return self.ids.shape[1] - self.done
-
-    def read(self, most: int) -> None:
-        """Read so many of the tokens."""
-        part = self.ids[:, self.done : self.done + most]
-        self.logits, features = self.target.prefill(part, part.new_full((1,), part.shape[1]))  # waits for nothing
-        self.done += part.shape[1]
-        if self.drafter is not None:
-            self.features.append(features.clone() if self.left else features)  # the next part may write over them
-
-    def take_over(self, ids: Tensor, features: Tensor) -> None:
-        """Go on behind tokens ids [1, k] of an answer that the target has committed, with their features [1, k, F]."""
-        self.ids = torch.cat((self.ids, ids), 1)
-        self.done += ids.shape[1]
-        if self.features and self.features[-1].shape[2]:
-            self.features.append(features)
-
-    def begin(
-        self, verifier: Verifier, first: tuple[Tensor, Tensor] | None = None, defer: Defer | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Begin behind the whole prompt -> its first new token [1], NO_TOKEN where there is none, and the processed
-        scores [1, V]: `first`, where they are known. The drafter begins later where `defer` says so."""
-        text = self.ids, self.ids.new_full((1,), self.done)
-        root, scores = first or verifier.joined(self.logits, text, self.prompt, self.drafter)
-        self.first = HostCopy(root)
-        if self.drafter is not None:
-            features = self.features[0] if len(self.features) == 1 else torch.cat(self.features, 1)
-            if features.shape[1] < self.done - self.drafts_from:  # of a drafter that reads no features
-                features = features.new_empty(1, self.done, 0)
-            behind = self.ids[:, self.drafts_from :], text[1] - self.drafts_from, features, root.clamp(min=0)
-            self.unread = None if defer is None or self.prefix is not None else defer(self.drafter, *behind)
-            if self.unread is None:
-                self.drafter.begin(*behind)
-        return root, scores
 
 
 class Rounds(Generic[TargetT]):
