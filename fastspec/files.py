@@ -106,7 +106,7 @@ def file_name(*words: str) -> str:
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """Contents of a file that is kept, or None without it; a damaged one is ignored with a warning that names it."""
+    """Contents of a file that is kept, or None without it; one that cannot be read is ignored with a warning."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -123,7 +123,7 @@ def read(path: Path) -> dict[str, Any] | None:
 def ignore(path: Path, why: str) -> None:
     """Warn that a file is not used."""
     warnings.warn(
-        f"{path} is damaged and is ignored ({why}): delete it, and it is made anew", RuntimeWarning, stacklevel=2
+        f"{path} cannot be read and is ignored ({why}): delete it, and it is made anew", RuntimeWarning, stacklevel=2
     )
 
 

@@ -1104,7 +1104,7 @@ def test_damaged_counts_are_left_with_a_warning(text: str, worldly: Any) -> None
     plain, _ = asked(worldly)
     (file,) = files.kept("drafted")
     file.write_text(text)
-    with pytest.warns(RuntimeWarning, match="is damaged and is ignored") as told:
+    with pytest.warns(RuntimeWarning, match="cannot be read and is ignored") as told:
         assert torch.equal(asked(worldly)[0], plain)
     assert len([each for each in told if "damaged" in str(each.message)]) == 1
     assert "590" in json.loads(file.read_text())["counts"]  # made anew

@@ -659,7 +659,7 @@ def test_what_was_measured_is_kept_in_a_file(tmp_path: Path) -> None:
     assembly.keep_times(path, {0: {1: 1.5, 60: 2.5}, 2: {1: 3.0}})
     assert assembly.read_times(path) == {0: {1: 1.5, 60: 2.5}, 2: {1: 3.0}}
     files.write(path, {"round_ms": [1, 2]})
-    with pytest.warns(RuntimeWarning, match="damaged and is ignored"):
+    with pytest.warns(RuntimeWarning, match="cannot be read and is ignored"):
         assert assembly.read_times(path) == {}
 
 

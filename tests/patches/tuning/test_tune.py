@@ -294,7 +294,7 @@ def test_a_damaged_file_is_ignored_and_named(content, folder):
     path = store.path_of(CPU)
     path.parent.mkdir()
     path.write_text(content)
-    with pytest.warns(RuntimeWarning, match=rf"tuned/.*{path.suffix} is damaged and is ignored"):
+    with pytest.warns(RuntimeWarning, match=rf"tuned/.*{path.suffix} cannot be read and is ignored"):
         assert store.use_tuned(CPU) == {}
     store.use_tuned(CPU)  # read once
 
