@@ -235,9 +235,9 @@ def test_prompts_join_rests_without_the_others_being_read(captured: bool, monkey
             found = told(futures)
             assert found == [alone(plain, first, 70), *(alone(plain, each, 11) for each in others)]
         drafters.append(batch._widths.current.engine.drafter)
-    assert len(reads) == 3 and sum(counts[0] for counts in reads) == 69 and reads[0][1] < 25
+    assert len(reads) == 2 and sum(counts[0] for counts in reads) == 48 and reads[0][1] < 25, "the rest at no end"
     wanted, got = drafters
-    for row, least in enumerate((9 + 68, 4 + 9)):
+    for row, least in enumerate((9 + 48, 4 + 9)):
         count = min(int(each.state.lengths[row]) for each in drafters)
         assert count >= least
         for one, other in ((wanted.attention.k, got.attention.k), (wanted.attention.v, got.attention.v)):
@@ -246,7 +246,7 @@ def test_prompts_join_rests_without_the_others_being_read(captured: bool, monkey
 
 @pytest.mark.some("False")
 @pytest.mark.parametrize("captured", [False, True])
-def test_a_row_that_takes_no_drafts_is_read_whole(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_takes_no_drafts_is_read_in_parts(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In rounds without drafts, more of them than pairs are kept of: the head's cache is that of a row that drafts."""
     if captured:
         stand_in(monkeypatch)
@@ -260,7 +260,7 @@ def test_a_row_that_takes_no_drafts_is_read_whole(captured: bool, monkeypatch: p
             assert found == [alone(plain, text, 70)]
         drafters.append(batch._widths.current.engine.drafter)
     count = min(int(each.state.lengths[0]) for each in drafters)
-    assert count >= 9 + 68
+    assert count >= 9 + 48
     wanted, got = drafters
     for one, other in ((wanted.attention.k, got.attention.k), (wanted.attention.v, got.attention.v)):
         assert torch.allclose(one[0][0, :, :count], other[0][0, :, :count], atol=1e-4, rtol=1e-4)
