@@ -100,7 +100,7 @@ class PrefixCache(Generic[TargetT]):
         self.unlike = IDLE
         """Prompts since one began like a text."""
         self.dropped: deque[bytes | None] = deque(maxlen=IDLE)
-        """What the last texts began with that were not kept."""
+        """Beginnings of the last texts that were not kept."""
 
     @property
     def idle(self) -> bool:
