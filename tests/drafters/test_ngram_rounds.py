@@ -85,7 +85,7 @@ def test_where_nothing_repeats_no_tree_is_proposed_and_nothing_looked_up(dear, m
         assert rests > 0
         rests -= 1
         told(drafter, token)
-    assert waits == 1 and looks <= min(rows, ngram_rounds.WATCHED) * 256
+    assert waits == 1 and looks <= min(rows, ngram_rounds.watched(rows)) * 256
 
 
 def test_a_text_that_repeats_itself_is_drafted_soon(dear):
@@ -541,30 +541,31 @@ def test_drafts_that_failed_once_are_made_again_where_the_text_repeats_itself(de
     assert slowdown(drafter, host, (6,), 200) < 0.6
 
 
-@pytest.mark.parametrize(("parting", "drafts"), [(0.0, True), (0.2, True), (9.0, False)])
-def test_drafts_that_bring_less_than_rows_lose_that_part_are_not_made(dear, monkeypatch, parting, drafts):
-    """They are made again once rows may part."""
-    host = Host()
-    monkeypatch.setattr(policy, "time", host)
-    drafter = drafter_of(8, [*range(3, 11)] * 8)
-    drafter.timed, drafter.parting = True, parting
-    drafter.rule.worth = parting or -1.0  # as after rounds without drafts that promised as much, or drafts that lost
-    slowdown(drafter, host, (4, 6, 5), 1500)
-    assert (slowdown(drafter, host, (4, 6, 5), 300) < 0.6) == drafts
-    drafter.parting = 0.0
-    assert slowdown(drafter, host, (4, 6, 5), 300) < 0.7
-
-
-def test_what_drafts_would_bring_is_known_without_any(dear, monkeypatch):
-    host = Host()
-    monkeypatch.setattr(policy, "time", host)
-    found = []
-    for texts in ([3 + number % 8 for number in range(900)], [*range(20, 920)]):
-        drafter = drafter_of(8, [1, 2])
-        drafter.timed, drafter.parting = True, 99.0
-        assert not drafted(drafter, host, [texts] * 8)
-        found.append(drafter.rule.worth)
-    assert found[0] > 0.5 and found[1] < 0.02
+@pytest.mark.parametrize(
+    ("going", "hosted", "call", "least"),
+    [
+        (8, False, False, 1.0),
+        (20, False, False, 1.25),
+        (32, False, False, 1.5),
+        (8, True, False, 1.5),
+        (32, True, True, 1.0),
+    ],
+)
+def test_many_rows_of_an_open_batch_draft_where_drafts_promise_more_than_rounds_cost(
+    monkeypatch, going, hosted, call, least
+):
+    """So do rows whose tokens the host chooses, however many."""
+    rule = TimedDrafts({1: 1.0, 8: 1.1}, {1: 0.0, 8: 0.1}, 0.1, 0.1, 64, 7)
+    rule.hosted, on = hosted, [row < going for row in range(64)]
+    if call:
+        rule.begin_call()
+    for promised in (0.95 * least, 1.05 * least):
+        monkeypatch.setattr(rule, "pays", lambda rows, following=False, promised=promised: promised)
+        assert (rule.rests(on, True) == 0) == (promised > least)
+        monkeypatch.setattr(
+            rule, "pays", lambda rows, following=False, promised=promised: max(rule.begins / least, 1.1) * promised
+        )
+        assert (rule.rests_on(on) == 0) == (promised > least)
 
 
 def drafted(drafter: NasdDrafter, host: Host, texts: Sequence[Sequence[int]]) -> list[int]:
@@ -594,7 +595,7 @@ def test_timed_rounds_draft_where_the_rows_go_on_as_before(dear, monkeypatch):
         drafter = drafter_of(8, [1, 2])
         drafter.timed = True
         assert not drafted(drafter, host, texts) and not looks
-    for rows in (1, 8, 65):
+    for rows in (1, 8, 40):
         drafter = drafter_of(rows, [1, 2])
         drafter.timed = True
         found = drafted(drafter, host, [repeats] * rows)
@@ -777,7 +778,7 @@ def test_tokens_of_rows_that_stand_for_others_are_counted_while_no_drafts_are_ne
         drafter.rests_on()
         drafter.work()
     watched = {*drafter.rule.watched}
-    assert not drafter.listens and len(watched) == ngram_rounds.WATCHED
+    assert not drafter.listens and len(watched) == ngram_rounds.WATCHED[1]
     left = {row: len(unread) for row, unread in enumerate(drafter.unread)}
     assert all((left[row] < 8) == (row in watched or not quick) for row in left)
     drafter.pause()
@@ -786,7 +787,7 @@ def test_tokens_of_rows_that_stand_for_others_are_counted_while_no_drafts_are_ne
     assert max(map(len, drafter.unread)) < 8
 
 
-@pytest.mark.parametrize("rows", [8, 32, 64])
+@pytest.mark.parametrize("rows", [8, 32, 40])
 def test_a_rest_ends_once_the_tokens_of_most_rows_are_counted(dear, rows):
     """Few of many rows are counted in it: with drafts for these alone the budget was spent before others had some."""
     drafter, rests, quiet = drafter_of(rows, [1, 2, 3]), 0, 0

@@ -325,13 +325,13 @@ def test_the_first_size_is_judged_by_several_rounds(rounds: int) -> None:
 
 @pytest.mark.parametrize(("ms", "kept"), [(10.5, False), (20.0, True), (2.0, True)])
 def test_times_are_kept_once_they_changed_by_a_tenth(ms: float, kept: bool) -> None:
-    """A block counts for a quarter."""
+    """A block counts for a quarter, one that took less is believed."""
     files: list[object] = []
     sizes = TreeSizes(SHAPES, SHAPES[-1], (1.0,) * 6, known={0: {1: 10.0, 60: 10.0}}, keep=files.append)
     for _ in range(BLOCK):
         sizes.count(5, [3], ms, 500, {5})
     sizes.end()
-    assert sizes.known == {0: {1: 10.0, 60: 10.0 + (ms - 10.0) / 4}} and bool(files) == kept
+    assert sizes.known == {0: {1: 10.0, 60: ms if ms < 10 else 10.0 + (ms - 10.0) / 4}} and bool(files) == kept
 
 
 def test_other_sizes_say_what_one_would_accept() -> None:
@@ -459,6 +459,32 @@ def test_what_a_round_without_drafts_takes_is_measured_at_every_place_of_its_ver
             sizes.count(sizes.size, accepted, ms, 500, range(6), 1.0, place)
     assert spent < 1.03 * tokens * costs[0] and plain > 0.9 * tokens  # the last text
     assert sizes.known[bucket(500, place)][1] == pytest.approx(costs[0]) and sizes.known[0] == device
+
+
+@pytest.mark.parametrize("costs", COSTS.values(), ids=COSTS)
+def test_rounds_without_drafts_that_were_held_up_are_timed_again(costs) -> None:
+    """Drafts seemed to pay beside them for ever."""
+    text = Text(chooser(costs), costs)
+    text.call(0.0, 256)
+    for nodes in text.sizes.known[0]:
+        text.sizes.known[0][nodes] = costs[0] * 4.0 if nodes == 1 else costs[1]  # one accepted draft seems to pay
+    text.costs = tuple(3.5 * cost if size else cost for size, cost in enumerate(costs))
+    for _ in range(4):
+        text.call(0.6, 512)
+    assert text.call(0.6, 1024) > 0.97
+
+
+@pytest.mark.parametrize(("chance", "most"), [(0.45, 0.03), (2.0, 0.001)])
+def test_rounds_without_drafts_are_few_where_drafts_pay(chance: float, most: float) -> None:
+    """They are timed again, the less often the longer nothing has changed, and not where drafts pay twice."""
+    costs = COSTS["8 billion weights, on a GPU"]
+    text = Text(chooser(costs), costs)
+    text.call(chance, 1024)
+    found = list[int]()
+    for _ in range(8):
+        text.call(chance, 1024)
+        found += text.history
+    assert (chance > 1) == (0 not in found) and found.count(0) <= most * len(found)
 
 
 def test_rows_that_take_no_drafts_lessen_what_they_are_worth() -> None:

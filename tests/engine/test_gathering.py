@@ -27,15 +27,13 @@ def clock(monkeypatch):
 
 
 def known(clock: Any, *, every: int, one: float = 4.0, two: float = 4.2, rounds: int = 2000) -> Gathering:
-    """What is known after rounds of 3 ms, before every so many of which a pass reads one prompt, or now and then two;
-    all answers have 100 tokens."""
+    """What is known after rounds of 3 ms, before every so many of which a pass reads one prompt, or at times two."""
     found = Gathering(8)
     for number in range(rounds):
         if number % every == 0:
             count = 1 + (number // every % 4 == 0)
             with found.reading([128] * count):
                 clock.ms += one if count == 1 else two
-            found.end(100)
         clock.ms += 3.0
         found.ran(False, number % every > 0)
     return found
@@ -96,19 +94,8 @@ def test_what_captures_take_and_where_none_was_timed(clock, monkeypatch):
     assert max(found.alone[128]) == pytest.approx(4.0)
 
 
-def test_rows_that_part_cost_where_answers_are_alike(clock):
-    """Not where these are of many lengths."""
-    found = known(clock, every=4)
-    assert found.parting(32) == pytest.approx(MARGIN * found.rate * (1 - 1 / 8) * 31 / 32 * 3.8 / 3, rel=0.02)
-    assert found.parting(1) == 0.0
-    for number in range(100):
-        found.end(10 * number)
-    assert found.parting(32) < 2e-3
-
-
 def test_a_clock_that_stands_still_costs_no_answer(monkeypatch, clock):
-    """It says that rounds take no time: prompts wait no longer than they may, and drafts pay nothing for rows that
-    part."""
+    """It says that rounds take no time: prompts wait no longer than they may."""
     stand_in(monkeypatch)
     plain, model = made()
     ids = texts(*[9] * 12)
@@ -116,7 +103,7 @@ def test_a_clock_that_stands_still_costs_no_answer(monkeypatch, clock):
         futures = [batch.submit(each, max_new_tokens=9 + at % 3, **GREEDY) for at, each in enumerate(ids)]
         assert told(futures) == [alone(plain, each, 9 + at % 3) for at, each in enumerate(ids)]
         found = batch._gathering
-    assert found is not None and {*found.rounds} == {0.0} and found.parting(4) == 0.0
+    assert found is not None and {*found.rounds} == {0.0}
 
 
 @pytest.mark.parametrize("assistant", ["autoregressive", "nasd"])
@@ -159,48 +146,6 @@ def test_prompts_that_no_pass_reads_together_do_not_wait(monkeypatch, why):
         futures = [batch.submit(each, max_new_tokens=4 + at, **GREEDY) for at, each in enumerate(ids)]
         assert told(futures) == [alone(plain, each, 4 + at) for at, each in enumerate(ids)]
     assert not asked
-
-
-def test_a_turn_tells_what_ended_and_what_parting_costs(monkeypatch):
-    stand_in(monkeypatch)
-    ended: list[int] = []
-    end = Gathering.end
-    monkeypatch.setattr(Gathering, "end", lambda self, length: (ended.append(length), end(self, length))[1])
-    monkeypatch.setattr(Gathering, "parting", lambda self, held: 0.25 * held)
-    ran = list[float]()
-    count = Rounds._count
-
-    def counted(self: Any, *given: Any) -> None:
-        count(self, *given)
-        ran.append(self.engine.drafter.parting)
-
-    monkeypatch.setattr(Rounds, "_count", counted)
-    _, model = made()
-    with fastspec.continuous(model, "nasd", rows=2, max_length=80) as batch:
-        with batch._changed:
-            futures = [batch.submit(each, max_new_tokens=20, **GREEDY) for each in texts(9, 9, 9, 9)]
-        told(futures)
-    assert ended == [20] * 4 and set(ran) <= {0.0, 0.25, 0.5} and 0.5 in ran
-
-
-def test_what_parting_costs_is_told_when_rows_end_too(monkeypatch):
-    """Drafts of those that go on would pay for rows that have gone."""
-    stand_in(monkeypatch)
-    monkeypatch.setattr(Gathering, "parting", lambda self, held: 0.25 * held)
-    told_of = list[tuple[int, float]]()
-    count = Rounds._count
-
-    def counted(self: Any, *given: Any) -> None:
-        count(self, *given)
-        told_of.append((sum(self.batch.running), self.engine.drafter.parting))
-
-    monkeypatch.setattr(Rounds, "_count", counted)
-    _, model = made()
-    with fastspec.continuous(model, "nasd", rows=2, max_length=80) as batch:
-        with batch._changed:
-            futures = [batch.submit(each, max_new_tokens=20 * at, **GREEDY) for at, each in enumerate(texts(9, 9), 1)]
-        told(futures)
-    assert {going for going, _ in told_of} == {0, 1, 2} and all(cost == 0.25 * going for going, cost in told_of)
 
 
 def test_the_time_of_a_round_is_that_of_turns_with_nothing_else(monkeypatch):

@@ -304,8 +304,6 @@ class HostDrafter(Drafter):
     """True where no prompt takes a row that has ended: a call is over with its last one."""
     hosted = False
     """True where the host had a part in choosing the last round's tokens, which takes longer."""
-    parting = 0.0
-    """Target passes a round that are lost where rows part, which without drafts would end together."""
 
     @abstractmethod
     def digest(self, tree: TokenTree, verdict: Verdict, logits: Tensor, active: Tensor, steps: int) -> Tensor:

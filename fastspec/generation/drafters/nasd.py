@@ -461,7 +461,7 @@ class NasdDrafter(HostDrafter):
             return int(self.tried == 0)
         self._listen(True)
         self._foretell()
-        rests = self.rule.rests(self.counting, self.timed, self.parting) if self.dear else 0
+        rests = self.rule.rests(self.counting, self.timed) if self.dear else 0
         if rests or not self.dear:
             return rests
         self._look_up()
@@ -472,7 +472,7 @@ class NasdDrafter(HostDrafter):
         if not self.ruled:
             return 0
         self._foretell()
-        more = self.rule.rests_on(self.counting, self.parting)
+        more = self.rule.rests_on(self.counting)
         self._listen(more <= 1)
         return more or int(self.quick and self._lags())
 

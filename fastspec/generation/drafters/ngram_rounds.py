@@ -36,17 +36,25 @@ adds, in a call of several rows less, how many there are at most, and how many r
 most."""
 SLACK = 1.0
 """Target passes at the most that a round is taken to cost beyond what is known of its kind: others may hold it up."""
-BEGINS = 1.3, 1.5
+BEGINS, BEGUN = (1.3, 1.5), 1.1
 """Tokens over cost that drafts have to promise for rounds without any to end, and in a call of several rows, where each
-round with drafts that fail costs more of what there is."""
+round with drafts that fail costs more of what there is; and times what they have to promise to go on."""
 LEAST_HOPE = 0.1
 """Drafts of a row that have to be expected for prices to be looked at."""
-WATCHED = 8
-"""Rows at the most whose every token is held against what their storages have next; they stand for all."""
+WATCHED = 4, 8
+"""Rows whose every token is held against what their storages have next: half of all within these, which stand for
+all."""
 MARGIN = 1.1
 """Tokens per cost that drafts have to promise, over those of a round without that has waited for a look-up."""
-WORTH, LATELY = 0.1, 1 / 256
-"""Target passes a round that drafts are taken to bring at first, and the weight of a further round."""
+FEW, MANY, BEYOND_COST = 8, 32, 0.5
+"""Rows that go on of an open batch up to which drafts pay by what rounds cost, and from which they have to promise so
+many more tokens over cost: rows part, so that each prompt is read alone, which cost 1.5B's served rows 16 to 18 % with
+32 in flight. So they have to where the host chooses tokens."""
+
+
+def watched(rows: int) -> int:
+    """How many of so many rows are watched."""
+    return min(max(rows // 2, WATCHED[0]), WATCHED[1])
 
 
 class TimedDrafts:
@@ -63,7 +71,7 @@ class TimedDrafts:
         self.costs, self.prices, self.look, self.wait = costs, prices, look, wait
         self.sizes = [size for size in costs if size > 1]
         self.times, self.recurrence = RoundTimes(), Recurrence(rows, most)
-        self.watched: Sequence[int] = range(0, rows, -(-rows // WATCHED))
+        self.watched: Sequence[int] = range(0, rows, -(-rows // watched(rows)))
         self.begins, self.ends_at_once = BEGINS[0], False
         """Tokens over cost that drafts have to promise for rounds without any to end; True where a call ends with its
         last row."""
@@ -75,9 +83,6 @@ class TimedDrafts:
         """Rounds since the last one with drafts."""
         self.hosted = False
         """True where the host had a part in choosing the last round's tokens, which takes longer."""
-        self.worth, self.promised = WORTH, 0.0
-        """Target passes a round that drafts bring beyond their own cost, and those that they promise in rounds without
-        any."""
         self.waits, self.made, self.timed = False, 0.0, False
         """True where the next round has waited for the host; the seconds that captures took before it; and whether a
         clock may decide."""
@@ -136,35 +141,33 @@ class TimedDrafts:
                 self.times.forget(size)
                 self.times.forget(~size)
         if kind == 1 and not waited:
-            self._learn(self.promised, rounds)
             self.left = min(SAVED, self.left + self.share * rounds)
             return
         cost, plain = self.wait if kind == 1 else self.price(kind), self.spent(1)
         if spent is not None and plain is not None and made == self.made:
             cost = min(max(0.0, spent / plain - 1), cost + SLACK)
         self.left = max(-OWED, min(SAVED, self.left + gained - cost))
-        self._learn(gained - cost)
 
-    def _learn(self, brought: float, rounds: int = 1) -> None:
-        """Take what drafts brought in a round, or would have in so many."""
-        self.worth += (1 - (1 - LATELY) ** rounds) * (brought - self.worth)
+    def _least(self, going: Sequence[bool]) -> float:
+        """Tokens over cost, as far as that is known, by which drafts pay."""
+        if self.ends_at_once:
+            return 1.0
+        share = 1.0 if self.hosted else (sum(going) - FEW) / (MANY - FEW)
+        return 1 + BEYOND_COST * min(1.0, max(0.0, share))
 
-    def rests(self, going: Sequence[bool], timed: bool, parting: float) -> int:
+    def rests(self, going: Sequence[bool], timed: bool) -> int:
         """Rounds without drafts that come next, where rows go on or not; 0: there may be drafts. `timed` says whether a
-        clock may decide; `parting` target passes a round are lost where drafts let rows part."""
+        clock may decide."""
         self.waits, self.timed = True, timed
         if timed and self.unseen <= 0:
             self.unseen = UNSEEN
             return SEEN
-        return 0 if self.left > 0 and max(0.0, self.worth) >= parting and self.pays(going) > 1 else RESTS
+        return 0 if self.left > 0 and self.pays(going) > self._least(going) else RESTS
 
-    def rests_on(self, going: Sequence[bool], parting: float) -> int:
+    def rests_on(self, going: Sequence[bool]) -> int:
         """Rounds without drafts after the next one, which has none either."""
-        pays = self.pays(going, following=True) if self.left > 0 else 1.0
-        if pays >= self.begins and max(0.0, self.worth) >= parting:
-            self.promised = 0.0  # rounds with drafts follow, which are counted themselves
+        if self.left > 0 and self.pays(going, following=True) >= max(self.begins, BEGUN * self._least(going)):
             return 0
-        self.promised = max(0.0, pays - 1)
         more = UNHEARD if self.hosted else 0.0 if self.ends_at_once else QUIET
         return max(1, min(LONGEST, int(more * (sum(going) - 1))))
 
@@ -187,7 +190,7 @@ class TimedDrafts:
         """Watch others, of the rows that go on, where none that is watched does -> these rows."""
         rows = [row for row, on in enumerate(going) if on]
         if rows:
-            self.watched = rows = rows[:: -(-len(rows) // WATCHED)]
+            self.watched = rows = rows[:: -(-len(rows) // watched(len(rows)))]
             for row in rows:
                 self.recurrence.begin(row)
         return rows

@@ -12,7 +12,7 @@ emits what plain decoding emits.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -58,7 +58,11 @@ BETWEEN_CALLS = 0.5
 CURIOUS, ENOUGH = 0.08, 32.0
 """Part by which an untried size may promise less than another and be tried, and the rounds of texts that end this."""
 RENEWED = 0.25
-"""Weight of a block's milliseconds among those of its size."""
+"""Weight of a block's milliseconds among those of its size, but for several rounds' that took less than those before:
+what held these up is over."""
+UNSEEN, SURE = (256, 4096), 2.0
+"""Rounds with drafts of one kind after which a block without any is timed again, twice as many each time, and at most,
+as plain rounds that something held up made drafts pay for ever; and what drafts bring over those that is believed."""
 MOST_TRIES = 3
 """Rounds at the most that try drafts again: more where the changes of size before and after cost more than they do."""
 CHANGES = 5
@@ -142,6 +146,9 @@ class TreeSizes:
         """The bucket of the rounds, how many there were since the beginning, and those with drafts."""
         self.share = 1.0
         """Share of the running rows that take drafts."""
+        self.drafting = defaultdict[int, int](int)
+        """Rounds with drafts since the last ones of their kind without, and so many that these are timed again."""
+        self.unseen = defaultdict[int, int](lambda: UNSEEN[0])
         self.samples: list[float] = []
         self.made: frozenset[int] = frozenset()
         """The sizes that need not be captured, as far as is known."""
@@ -306,6 +313,7 @@ class TreeSizes:
             return
         self.rounds += 1
         self.since += 1
+        self.drafting[self.length] += size > 0
         former, self.last = self.last, size
         changed = former is not None and former != size
         spent = self._spent(size, ms, former if changed else None)
@@ -395,7 +403,7 @@ class TreeSizes:
         if len(self.samples) > (nodes in self.known.get(self.length, ())):
             spent = median(self.samples)
             if self.timed:
-                self._take(self.length, nodes, spent)
+                self._take(self.length, nodes, spent, len(self.samples) >= EVIDENCE)
             else:
                 self.pending.setdefault(self.length, {})[nodes] = spent
         self.samples.clear()
@@ -410,7 +418,7 @@ class TreeSizes:
 
         return min(self.known, key=distance)
 
-    def _take(self, length: int, nodes: int, ms: float) -> None:
+    def _take(self, length: int, nodes: int, ms: float, several: bool = False) -> None:
         if length not in self.known and self.known:  # as elsewhere, and so much more or less for all sizes
             near = self._nearest(length)
             other, alike = self.known[near], split(near)[0] is split(length)[0]
@@ -422,7 +430,7 @@ class TreeSizes:
             }
         table = self.known.setdefault(length, {})
         before = table.get(nodes)
-        table[nodes] = ms if before is None else before + RENEWED * (ms - before)
+        table[nodes] = ms if before is None or (several and ms < before) else before + RENEWED * (ms - before)
         self.unkept = self.unkept or before is None or abs(table[nodes] - before) > 0.1 * before
 
     def _use(self, size: int, rounds: int) -> None:
@@ -447,8 +455,11 @@ class TreeSizes:
         place = split(self.length)[0]
         known = (*self.known.items(), *self.pending.items())
         measured = any(1 in spent for kind, spent in known if split(kind)[0] is place)
-        if best and not begins and not measured and not self._is_cold():  # what a plain round takes is a guess
-            self._use(0, EVIDENCE)
+        unseen = self.drafting[self.length] >= self.unseen[self.length] and rates[best] < SURE * rates[0]
+        if best and not begins and (unseen or not measured) and not self._is_cold():
+            self.drafting[self.length] = 0
+            self.unseen[self.length] = min(UNSEEN[1], (1 + measured) * self.unseen[self.length])
+            self._use(0, BLOCK if measured else EVIDENCE)
         elif best:
             self._use(best, BLOCK)
         else:

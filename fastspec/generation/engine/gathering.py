@@ -3,8 +3,7 @@
 All rows stand still while a pass reads prompts. One pass over several short prompts takes little longer than over one.
 Where its time grows with its tokens it saves nothing, and padding costs more. So a prompt waits where passes are
 measured to save more than the wait costs, which takes many rows that go on and other prompts that are about to come.
-Rows that began together end together where answers are of equal length, and bring such prompts at once. Drafts let rows
-part, which costs that.
+Rows that began together end together where answers are of equal length, and bring such prompts at once.
 """
 
 from __future__ import annotations
@@ -20,15 +19,13 @@ from fastspec.generation.capture import SPENT
 LONGEST = 2
 """Rounds at most that a prompt waits for others, beside one that is in flight by then."""
 MARGIN = 3.0
-"""Factor by which a wait has to pay, and which parting costs are multiplied by: by 1, n-grams lost 8 %."""
+"""Factor by which a wait has to pay."""
 LATELY = 256
 """Rounds after which what joined before counts for a third."""
 ROUNDS, PASSES, LEAST = 9, 16, 3
 """Rounds, and passes of one prompt of a width and of several, whose times are used; passes before any are."""
 UNKNOWN = 0.5
 """Share of a pass that a prompt saves which joins another's, before such passes were timed."""
-RENEWED = 1 / 16
-"""Weight of a further answer."""
 
 
 class Gathering:
@@ -49,8 +46,6 @@ class Gathering:
         """Second in which the last turn ended."""
         self.rate, self.joined, self.waited = 0.0, 0, 0
         """Prompts a round lately, those of this turn, and rounds that the oldest has waited."""
-        self.alike, self.length = 0.0, 0
-        """Share of answers about as long as the one that ended before, and the length of the last."""
 
     def waits(self, ready: int, going: int) -> bool:
         """True where prompts that are `ready` wait another round, while so many rows go on: by the number of a group
@@ -58,15 +53,6 @@ class Gathering:
         if self.waited >= LONGEST or ready >= self.most or not self.rounds:
             return False
         return MARGIN * ready**2 * median(self.rounds) < 2 * self.rate * going * self.saved
-
-    def parting(self, held: int) -> float:
-        """Rounds' time that every round is taken to lose where so many prompts have rows which do not end together,
-        over rounds without drafts, whose rows would."""
-        spent = median(self.rounds) if self.rounds else 0.0
-        if held < 2 or spent <= 0:  # a clock may be coarse
-            return 0.0
-        passes = 1 - 1 / min(held, self.most)  # each prompt alone, in place of as many as one pass reads
-        return MARGIN * self.alike * self.rate * passes * (1 - 1 / held) * self.saved / spent
 
     @contextmanager
     def reading(self, widths: Sequence[int]) -> Iterator[None]:
@@ -92,11 +78,6 @@ class Gathering:
             if alone.keys() >= {*widths}
         ]
         return max(0.0, median(found)) if found else UNKNOWN * min(alone.values())
-
-    def end(self, length: int) -> None:
-        """An answer of so many tokens has ended."""
-        self.alike += RENEWED * ((abs(length - self.length) <= LONGEST) - self.alike)
-        self.length = length
 
     def ran(self, waiting: bool, alone: bool) -> None:
         """A turn has ended, through which prompts have waited or not, and whose time was a round's alone or not."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastspec.generation.capture import SPENT, padded_width, padded_widths
-from fastspec.generation.drafters.base import HostDrafter, MixingDrafter, Unread
+from fastspec.generation.drafters.base import MixingDrafter, Unread
 from fastspec.generation.drafters.given_text import Transcript
 from fastspec.generation.engine.batching import Batch
 from fastspec.generation.engine.call import Entry, HostCopy, Outcome, Prefix, Request
@@ -101,19 +101,8 @@ class Rounds(Generic[TargetT]):
             engine.takes = batch.takes_drafts
             waiting = self.gathering is not None and bool(batch.free())
             take(engine.step(max(batch.lengths), batch.stats, self.verifier, asynchronous), engine, batch)
-            if self.gathering is not None:
-                self._count(self.gathering, waiting, read)
-
-    def _count(self, gathering: Gathering, waiting: bool, read: bool) -> None:
-        """Let what decides on waits, and a drafter on the host, know of a turn that has ended."""
-        engine, batch = self.engine, self.batch
-        for prompt, was in zip(batch.places, engine.state.running, strict=True):
-            if was and not batch.active[prompt]:
-                gathering.end(len(batch.out.tokens[prompt]))
-        if isinstance(engine.drafter, HostDrafter):
-            engine.drafter.parting = gathering.parting(sum(batch.running))
-        alone = not read and any(engine.state.running)  # the round in flight may have ended while the batch was idle
-        gathering.ran(waiting, alone)
+            if self.gathering is not None:  # the round in flight may have ended while the batch was idle
+                self.gathering.ran(waiting, alone=not read and any(engine.state.running))
 
     def _lets_in(self) -> bool:
         """True where prompts that wait take rows now."""
