@@ -57,12 +57,13 @@ BETWEEN_CALLS = 0.5
 """Weight that the rounds of earlier calls keep."""
 CURIOUS, ENOUGH = 0.08, 32.0
 """Part by which an untried size may promise less than another and be tried, and the rounds of texts that end this."""
-RENEWED = 0.25
-"""Weight of a block's milliseconds among those of its size, but for several rounds' that took less than those before:
-what held these up is over."""
+RENEWED, HELD_UP = 0.25, 0.9
+"""Weight of a block's milliseconds among those of its size, but for several rounds' that took less than this part of
+those before: what held these up is over. The least of many that differ a little would be too little."""
 UNSEEN, SURE = (256, 4096), 2.0
 """Rounds with drafts of one kind after which a block without any is timed again, twice as many each time, and at most,
-as plain rounds that something held up made drafts pay for ever; and what drafts bring over those that is believed."""
+as plain rounds that something held up made drafts pay for ever; and what drafts bring over those, as far as is known,
+from which on it is the most at once."""
 MOST_TRIES = 3
 """Rounds at the most that try drafts again: more where the changes of size before and after cost more than they do."""
 CHANGES = 5
@@ -137,8 +138,8 @@ class TreeSizes:
         self.known: Milliseconds = {} if known is None else known
         self.unkept = False
         """True where something was measured that is not in `known` as it was kept."""
-        self.pending: Milliseconds = {}
-        """Milliseconds of this call's rounds, where it is used by the next one."""
+        self.pending: dict[int, dict[int, tuple[float, bool]]] = {}
+        """Milliseconds of this call's rounds, where it is used by the next one, and whether they were several."""
         self.left, self.paid, self.net = 0.0, 0.75, 0.0
         """Target passes that drafts may still lose, below zero where they have lost more; the share of the last texts
         whose drafts brought more than they cost; and what this one's have brought so far."""
@@ -147,7 +148,7 @@ class TreeSizes:
         self.share = 1.0
         """Share of the running rows that take drafts."""
         self.drafting = defaultdict[int, int](int)
-        """Rounds with drafts since the last ones of their kind without, and so many that these are timed again."""
+        """Rounds with drafts since some of their kind without ran for their time, and so many that these do again."""
         self.unseen = defaultdict[int, int](lambda: UNSEEN[0])
         self.samples: list[float] = []
         self.made: frozenset[int] = frozenset()
@@ -155,6 +156,8 @@ class TreeSizes:
         self.size, self.due, self.probes, self.waits = self.first, 0, False, False
         """Size of the next round, rounds of this block that are left, whether it tries drafts again, and whether it
         waits until it may."""
+        self.sees = False
+        """Whether it is one without drafts that runs for its time."""
         self.least = 0.0
         """Target passes that the rounds of this block were measured to cost more than plain ones, at the least."""
         self.begin()
@@ -201,7 +204,7 @@ class TreeSizes:
             return
         self._renew(share)
         self.credit = max(self.credit, min(self._credit(), self.credit + share * self._credit()))
-        if not self.size:  # whose drafts may pay
+        if not (self.size or self.sees):  # whose drafts may pay
             self.due = min(self.due, 1)
 
     def _renew(self, share: float) -> None:
@@ -242,8 +245,8 @@ class TreeSizes:
     def agree(self, first: Callable[[Milliseconds], Milliseconds]) -> None:
         """Use what the rounds of earlier calls took, in all processes what they took in the first one."""
         for length, spent in self.pending.items():
-            for nodes, ms in spent.items():
-                self._take(length, nodes, ms)
+            for nodes, (ms, several) in spent.items():
+                self._take(length, nodes, ms, several)
         self.pending = {}
         self.known = first(self.known)
 
@@ -401,11 +404,11 @@ class TreeSizes:
         was not measured one round says more than what others take."""
         nodes = self.nodes(self.size)
         if len(self.samples) > (nodes in self.known.get(self.length, ())):
-            spent = median(self.samples)
+            spent, several = median(self.samples), len(self.samples) >= EVIDENCE
             if self.timed:
-                self._take(self.length, nodes, spent, len(self.samples) >= EVIDENCE)
+                self._take(self.length, nodes, spent, several)
             else:
-                self.pending.setdefault(self.length, {})[nodes] = spent
+                self.pending.setdefault(self.length, {})[nodes] = spent, several
         self.samples.clear()
 
     def _nearest(self, kind: int | None = None) -> int:
@@ -418,7 +421,7 @@ class TreeSizes:
 
         return min(self.known, key=distance)
 
-    def _take(self, length: int, nodes: int, ms: float, several: bool = False) -> None:
+    def _take(self, length: int, nodes: int, ms: float, several: bool) -> None:
         if length not in self.known and self.known:  # as elsewhere, and so much more or less for all sizes
             near = self._nearest(length)
             other, alike = self.known[near], split(near)[0] is split(length)[0]
@@ -430,11 +433,14 @@ class TreeSizes:
             }
         table = self.known.setdefault(length, {})
         before = table.get(nodes)
-        table[nodes] = ms if before is None or (several and ms < before) else before + RENEWED * (ms - before)
+        if before is None or (several and ms < HELD_UP * before):
+            table[nodes] = ms
+        else:
+            table[nodes] = before + RENEWED * (ms - before)
         self.unkept = self.unkept or before is None or abs(table[nodes] - before) > 0.1 * before
 
     def _use(self, size: int, rounds: int) -> None:
-        self.size, self.due, self.probes, self.waits = size, rounds, False, False
+        self.size, self.due, self.probes, self.waits, self.sees = size, rounds, False, False, False
         self.least = 0.0
         if not size:
             self.credit = 0.0
@@ -453,13 +459,15 @@ class TreeSizes:
             if rates[best] < wanted * rates[former] or self.drafted < EVIDENCE:
                 best = former
         place = split(self.length)[0]
-        known = (*self.known.items(), *self.pending.items())
+        known: list[tuple[int, Collection[int]]] = [*self.known.items(), *self.pending.items()]
         measured = any(1 in spent for kind, spent in known if split(kind)[0] is place)
-        unseen = self.drafting[self.length] >= self.unseen[self.length] and rates[best] < SURE * rates[0]
+        most = self.unseen[self.length] if rates[best] < SURE * rates[0] else UNSEEN[1]
+        unseen = self.drafting[self.length] >= most
         if best and not begins and (unseen or not measured) and not self._is_cold():
             self.drafting[self.length] = 0
             self.unseen[self.length] = min(UNSEEN[1], (1 + measured) * self.unseen[self.length])
             self._use(0, BLOCK if measured else EVIDENCE)
+            self.sees = True
         elif best:
             self._use(best, BLOCK)
         else:
