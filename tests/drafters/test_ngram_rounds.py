@@ -559,6 +559,7 @@ def test_many_rows_of_an_open_batch_draft_where_drafts_promise_more_than_rounds_
     rule.hosted, on = hosted, [row < going for row in range(64)]
     if call:
         rule.begin_call()
+    rule.unseen = 1  # no rounds run for their time
     for promised in (0.95 * least, 1.05 * least):
         monkeypatch.setattr(rule, "pays", lambda rows, following=False, promised=promised: promised)
         assert (rule.rests(on, True) == 0) == (promised > least)
@@ -566,6 +567,15 @@ def test_many_rows_of_an_open_batch_draft_where_drafts_promise_more_than_rounds_
             rule, "pays", lambda rows, following=False, promised=promised: max(rule.begins / least, 1.1) * promised
         )
         assert (rule.rests_on(on) == 0) == (promised > least)
+
+
+@pytest.mark.parametrize(("rows", "watched"), [(2, 2), (6, 3), (8, 4), (16, 8), (64, 8)])
+def test_some_rows_are_watched_and_others_where_none_of_these_goes_on(rows, watched):
+    rule = TimedDrafts({1: 1.0, 8: 1.1}, {1: 0.0, 8: 0.1}, 0.1, 0.1, 2 * rows, 7)
+    rule.watched = [*range(0, 2 * rows, 2)]
+    rule.pays([row % 2 > 0 for row in range(2 * rows)])
+    assert len(rule.watched) == watched and all(row % 2 for row in rule.watched)
+    assert len(TimedDrafts({1: 1.0}, {1: 0.0}, 0.1, 0.1, rows, 7).watched) == watched
 
 
 def drafted(drafter: NasdDrafter, host: Host, texts: Sequence[Sequence[int]]) -> list[int]:

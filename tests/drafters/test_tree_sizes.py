@@ -495,12 +495,12 @@ def test_rounds_with_drafts_before_some_without_are_timed_again(accepted: int, a
     sizes = paid(0.4)
     for count in after:
         drafts = plain = 0
-        while sizes.size:
-            sizes.count(1, [accepted], None, 500, {1})
+        while sizes.size and drafts < 2 * UNSEEN[1]:
+            sizes.count(1, [accepted], None, 5000, {1})
             drafts += 1
         while not sizes.size:
             sizes.join(1 / 32)
-            sizes.count(0, [], None, 500, {1})
+            sizes.count(0, [], None, 5000, {1})
             plain += 1
         assert count <= drafts <= count + BLOCK and plain == BLOCK
 
