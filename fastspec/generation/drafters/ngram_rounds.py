@@ -54,7 +54,7 @@ brought less. Without these, n-grams cost a 1.5B's 32 served rows 16 to 18 %."""
 
 
 def watched(rows: int) -> int:
-    """How many of so many rows are watched."""
+    """Number of rows that are watched, of so many."""
     return min(max(rows // 2, WATCHED[0]), WATCHED[1])
 
 
@@ -173,7 +173,7 @@ class TimedDrafts:
         return max(1, min(LONGEST, int(more * (sum(going) - 1))))
 
     def _promises(self, going: Sequence[bool], following: bool = False) -> float:
-        """What drafts are expected to bring, lately where many rows go on."""
+        """Tokens over cost that drafts are expected to bring, lately where many rows go on."""
         pays, asked, self.asked = self.pays(going, following), self.asked, 0
         if self.ends_at_once or sum(going) <= FEW:
             return pays
