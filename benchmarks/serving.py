@@ -4,8 +4,6 @@ stands still.
     python benchmarks/serving.py --model smollm2-135m-instruct --prompts mt_bench.jsonl --ways whole streamed long --in-flight 1 8 32 \\
         --start "fastspec=fastspec serve smollm2-135m-instruct --rows 32 --warmup --port {port}" \\
         --start "vllm=vllm serve {model} --served-model-name smollm2-135m-instruct --no-enable-prefix-caching --gpu-memory-utilization 0.1 --kv-cache-memory-bytes 6000000000 --port {port}"
-    python benchmarks/serving.py --model large --prompts prompts.jsonl --in-flight 1 4 8 --start "large=fastspec serve LARGE --name large --port {port}" \\
-        --start "cascade=fastspec serve LARGE --stage small=SMALL --predictor p.safetensors --name large --port {port}"
 
 Servers run already (`--server`), or are started here, all at once, and ended (`--start`): a free port takes the place
 of `{port}` in a command, a folder with the model, which another library reads (`saved_shape` of a shape in
@@ -13,15 +11,15 @@ full_size.py), that of `{model}`, and its shipped head that of `{head}`. `ready_
 ready, the others starting beside it.
 
 Every server gets the same greedy chats, so many of them in flight at a time and six times as many in all, or
-`--requests` where those are more; the servers take turns at each load. Texts begin with a number and the load's name:
-none comes twice, so that prefix caches find the turns of a chat alone. Ways to ask: answers `streamed`; or `whole`; or
-`long`, streamed, where every tenth request begins with `--long` words; or `turns`, streamed chats of ten turns, which
-are ten requests and `--long` words together, with first tokens by turn too; or `schema`, whole answers by a JSON
-schema: `valid` is the share that hold to it. Before anything is timed each server answers ten prompts, or a chat;
-`equal` is the share of answers that are the first server's, 1 in fp32. `pause_ms` are the times between a stream's
-chunks, those within 2 ms taken for one, since a round brings several tokens. `acceptance_length` and `stages`, the
-share of answers by each stage of a cascade, are those of the server's `/metrics`, null without drafts and stages. One
-client reads all streams, and a small model on a GPU makes tokens faster: whole answers tell the server's own speed.
+`--requests` where those are more; the servers take turns at each load, and with `--parts` within one, so that what
+disturbs the machine for a while disturbs all alike. Texts begin with a number and the load's name: none comes twice, so
+that prefix caches find the turns of a chat alone. Ways to ask: answers `streamed`; or `whole`; or `long`, streamed,
+where every tenth request begins with `--long` words; or `turns`, streamed chats of ten turns, which are ten requests
+and `--long` words together, with first tokens by turn too; or `schema`, whole answers by a JSON schema: `valid` is the
+share that hold to it. Before anything is timed each server answers ten prompts, or a chat; `equal` is the share of
+answers that are the first server's, 1 in fp32. `pause_ms` are the times between a stream's chunks, those within 2 ms
+taken for one. `acceptance_length` and `stages`, the share of answers by each stage of a cascade, are those of the
+server's `/metrics`. One client reads all streams: whole answers tell the speed of a small model's server.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +57,8 @@ from fastspec.programs.bench.run import saved
 
 TOGETHER = 0.002
 """Seconds within which chunks count as one."""
-REQUESTS = 6
-"""Times those in flight: so many requests at the least."""
-TURNS = 10
-"""Requests of a chat, and up to one that is long."""
+REQUESTS, TURNS = 6, 10
+"""Times those in flight: so many requests at the least; requests of a chat, and up to one that is long."""
 WAYS = "streamed", "whole", "long", "turns", "schema"
 WHOLE = "whole", "schema"
 """Ways whose answers are no streams."""
@@ -78,10 +74,8 @@ COUNTS = {
     "vllm:spec_decode_num_accepted_tokens_total": "accepted",
 }
 """What servers count of drafts and of stages, by the name of a sample."""
-LOOK = 0.25
-"""Seconds between looks at a server that is not ready."""
-GRACE = 20.0
-"""Seconds that a server has to end."""
+LOOK, GRACE = 0.25, 20.0
+"""Seconds between looks at a server that is not ready, and that one has to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,14 +286,19 @@ def rows_of(given: argparse.Namespace, servers: dict[str, Started]) -> Iterator[
         for number, in_flight in enumerate(given.in_flight):
             wanted: list[str] = []
             prompts = texts(given.prompts, requests_of(given, way, in_flight), way, long, f"{in_flight} {number}")
+            size = TURNS * -(-len(prompts) // (TURNS * given.parts))  # of a part, whole chats
+            before = {name: counted(server.url) for name, server in servers.items()}
+            told = {name: list[tuple[list[Answer], float]]() for name in servers}
+            for at, (name, server) in product(range(0, len(prompts), size), servers.items()):
+                part = prompts[at : at + size]
+                asked = load(server.url, names[server.url], part, in_flight, given.max_tokens, way)
+                told[name].append(asyncio.run(asked))
             for name, server in servers.items():
-                before = counted(server.url)
-                asked = load(server.url, names[server.url], prompts, in_flight, given.max_tokens, way)
-                answers, seconds = asyncio.run(asked)
-                after = counted(server.url)
+                answers = [answer for part, _ in told[name] for answer in part]
                 wanted = wanted or [answer.text for answer in answers]
+                after, seconds = counted(server.url), sum(seconds for _, seconds in told[name])
                 row = row_of(name, in_flight, answers, seconds, wanted)
-                row |= {"acceptance_length": acceptance(before, after), "stages": shares(before, after)}
+                row |= {"acceptance_length": acceptance(before[name], after), "stages": shares(before[name], after)}
                 if way == "turns":
                     by_turn = [[answer.first_ms for answer in answers[turn::TURNS]] for turn in range(TURNS)]
                     row["first_token_by_turn_ms"] = [round(quantiles(firsts)[1], 2) for firsts in by_turn]
@@ -319,6 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompts", required=True, help="jsonl file in Spec-Bench's form")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--requests", type=int, default=64, help="of a load, or six times those in flight")
+    parser.add_argument("--parts", type=int, default=1, help="of a load, which servers answer in turn")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--ways", nargs="+", default=["streamed"], choices=WAYS)
     parser.add_argument("--long", type=int, default=1500, help="words of every tenth prompt (long), a chat (turns)")

@@ -258,6 +258,23 @@ def test_what_servers_without_and_with_drafts_lose_is_that_of_their_rows() -> No
         ),
         "EAGLE-3 with a schema {:.0f} % of one stream and {:.0f} % of eight".format(*held_to),
     )
+
+    def served(shape: str, method: str, count: int) -> float:
+        found = (
+            one("oracle_h200.jsonl", "tokens_per_second", way="serve", shape=shape, rows=count, method=each)
+            for each in (method, "autoregressive")
+        )
+        return float(next(found) / next(found))
+
+    held(
+        "../performance/batches.md",
+        "the first made {:.2f}, {:.2f} and {:.2f} times".format(
+            *(served("qwen3-30b-a3b", "eagle3", count) for count in (1, 8, 32))
+        ),
+        "the second {:.2f} and {:.2f} with 8 and 32".format(
+            *(served("qwen3.6-35b-a3b", "mtp", count) for count in (8, 32))
+        ),
+    )
     plain = {"server": "fastspec-autoregressive", "beside": "vllm", "model": "llama-8b"}
     whole, streamed = (
         [lost(**plain, way=way, in_flight=count) for count in (1, 8, 32, 64)] for way in ("whole", "streamed")

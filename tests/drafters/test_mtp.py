@@ -1088,6 +1088,25 @@ def test_a_process_keeps_its_counts_when_it_ends(worldly: Any, tmp_path: Path) -
     assert {400, 401} <= {*asked(worldly)[1]} or {500, 501} <= {*asked(worldly)[1]}
 
 
+def test_a_process_ends_as_it_would_where_its_device_is_broken() -> None:
+    """One line says that the counts are lost, of however many models, and no other word of an error is printed."""
+    program = (
+        "import sys, torch\n"
+        "from fastspec.patches.assistants.kept_counts import vocabularies\n"
+        "class Broken:\n"
+        "    kept_by, counts = 'tokens', range(9)\n"
+        "    def most_counted(self):\n"
+        "        raise RuntimeError('CUDA error: an illegal memory access\\nIt may have been reported late')\n"
+        "for _ in range(2):\n"
+        "    vocabularies.hold(Broken(), torch.nn.Linear(1, 1))\n"
+        "sys.exit(3)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    said = [line for line in ended.stderr.splitlines() if "error" in line.lower() or "Warning" in line]
+    assert ended.returncode == 3 and len(said) == 1 and "Traceback" not in ended.stderr
+    assert said[0].endswith("could not keep counts of tokens: CUDA error: an illegal memory access")
+
+
 def test_a_forked_process_leaves_the_counts_to_the_one_before(worldly: Any) -> None:
     with fastspec.patched(worldly):
         worldly.generate(torch.tensor([[590]]), max_new_tokens=2, assistant=FEW)

@@ -545,7 +545,7 @@ def test_drafts_that_failed_once_are_made_again_where_the_text_repeats_itself(de
     ("going", "hosted", "call", "least"),
     [
         (8, False, False, 1.0),
-        (20, False, False, 1.25),
+        (9, False, False, 1.5),
         (32, False, False, 1.5),
         (8, True, False, 1.5),
         (32, True, True, 1.0),
@@ -562,10 +562,11 @@ def test_many_rows_of_an_open_batch_draft_where_drafts_promise_more_than_rounds_
     rule.unseen = 1  # no rounds run for their time
     for promised in (0.95 * least, 1.05 * least):
         monkeypatch.setattr(rule, "pays", lambda rows, following=False, promised=promised: promised)
+        rule.asked = ngram_rounds.PROMISED
         assert (rule.rests(on, True) == 0) == (promised > least)
-        monkeypatch.setattr(
-            rule, "pays", lambda rows, following=False, promised=promised: max(rule.begins / least, 1.1) * promised
-        )
+        enough = max(rule.begins, 1.1 * least) / least * promised
+        monkeypatch.setattr(rule, "pays", lambda rows, following=False, enough=enough: enough)
+        rule.asked = ngram_rounds.PROMISED
         assert (rule.rests_on(on) == 0) == (promised > least)
 
 
@@ -576,6 +577,25 @@ def test_some_rows_are_watched_and_others_where_none_of_these_goes_on(rows, watc
     rule.pays([row % 2 > 0 for row in range(2 * rows)])
     assert len(rule.watched) == watched and all(row % 2 for row in rule.watched)
     assert len(TimedDrafts({1: 1.0}, {1: 0.0}, 0.1, 0.1, rows, 7).watched) == watched
+
+
+def test_what_drafts_promise_to_many_rows_is_averaged(monkeypatch):
+    """Rows that stand for all have much to come now and then; a few rows take that at once."""
+    rule = TimedDrafts({1: 1.0, 8: 1.1}, {1: 0.0, 8: 0.1}, 0.1, 0.1, 32, 7)
+    promised = cycle([1.0, 3.0, 1.0, 1.0])
+    monkeypatch.setattr(rule, "pays", lambda rows, following=False: next(promised))
+    begun = {9: 0, 8: 0}
+    for going in begun:
+        for _ in range(400):
+            rule.ran(1, False, rounds=4)
+            begun[going] += rule.rests_on([row < going for row in range(32)]) == 0
+    assert begun == {9: 0, 8: 100}
+    monkeypatch.setattr(rule, "pays", lambda rows, following=False: 2.0)
+    rounds = 0
+    while rule.rests_on([True] * 32):
+        rule.ran(1, False, rounds=4)
+        rounds += 4
+    assert 8 < rounds < 3 * ngram_rounds.PROMISED
 
 
 def drafted(drafter: NasdDrafter, host: Host, texts: Sequence[Sequence[int]]) -> list[int]:
@@ -600,7 +620,7 @@ def test_timed_rounds_draft_where_the_rows_go_on_as_before(dear, monkeypatch):
     monkeypatch.setattr(policy, "time", host)
     look_up = NasdDrafter._look_up
     monkeypatch.setattr(NasdDrafter, "_look_up", lambda self: (looks.append(True), look_up(self))[1])
-    repeats, new = [3 + number % 8 for number in range(200)], [*range(20, 220)]
+    repeats, new = [3 + number % 8 for number in range(400)], [*range(20, 420)]
     for texts in ([repeats] + [new] * 7, [new] * 8):
         drafter = drafter_of(8, [1, 2])
         drafter.timed = True
@@ -609,7 +629,7 @@ def test_timed_rounds_draft_where_the_rows_go_on_as_before(dear, monkeypatch):
         drafter = drafter_of(rows, [1, 2])
         drafter.timed = True
         found = drafted(drafter, host, [repeats] * rows)
-        assert found and found[0] < 80 and found[-1] == 199
+        assert found and found[0] < (80 if rows <= ngram_rounds.FEW else 300) and found[-1] == 399
 
 
 def test_rounds_whose_tokens_the_host_chooses_have_times_of_their_own(dear):

@@ -94,7 +94,7 @@ class Script:
     def interrupt(self) -> None:
         """No time of its rounds is taken."""
 
-    def defer(self, *text: Any) -> None:
+    def defer(self, *text: Any, refuse: Any) -> None:
         """No prompt waits for its drafter."""
 
     def has_unread(self, row: int) -> bool:

@@ -38,7 +38,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def never(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no prompt wait for a head."""
-    monkeypatch.setattr(Engine, "defer", lambda self, *text: None)
+    monkeypatch.setattr(Engine, "defer", lambda self, *text, refuse: None)
 
 
 def rest(monkeypatch: pytest.MonkeyPatch, order: tuple[int, ...] = (0,), rounds: int = 1) -> list[Any]:
@@ -99,8 +99,10 @@ def test_a_head_that_wakes_drafts_as_one_that_has_read_all(
 
     defer = Engine.defer
 
-    def deferred(self: Engine[Any], reader: Any, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor) -> Any:
-        found = defer(self, reader, ids, counts, features, root)
+    def deferred(
+        self: Engine[Any], reader: Any, ids: Tensor, counts: Tensor, features: Tensor, *root: Tensor, **to: Any
+    ) -> Any:
+        found = defer(self, reader, ids, counts, features, *root, **to)
         assert found is None or found.features.data_ptr() != features.data_ptr(), "the next pass writes over them"
         return found
 
@@ -152,6 +154,65 @@ def test_a_head_that_wakes_with_a_prompt_reads_it_before_the_first_round(
     (taken, lazily), (wanted, eagerly) = runs
     assert taken == wanted and sum(sum(accepted) for _, accepted in taken) > 10
     assert lazily == [12, 7] and eagerly == [9, 12, 7], "and the one that comes while it drafts"
+
+
+@CAPTURED
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_head_that_has_no_memory_for_a_prompt_ends_that_one_alone(
+    captured: bool, goes_on: bool, begun: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once drafts come back, or a prompt goes on from what it reads; nobody goes on from the text that it has not."""
+    if captured:
+        stand_in(monkeypatch)
+    rest(monkeypatch, (0,) if goes_on else (0, 4), rounds=8)
+    begin = HeadDrafter.begin
+
+    def failing(self: HeadDrafter, ids: Tensor, counts: Tensor, *more: Any) -> None:
+        begin(self, ids, counts, *more)
+        if int(counts.max()) == 33:
+            raise torch.OutOfMemoryError("no memory for 33 tokens")
+
+    monkeypatch.setattr(HeadDrafter, "begin", failing)
+    plain, model = made("bigram")
+    first, lost, last = texts(20, 33, 9)
+    with fastspec.continuous(model, AUTO, rows=4, max_length=200, narrows=False, prefix_caching=True) as batch:
+        batch._prefixes.least = 8
+        gate = Gate()
+        with batch._changed:
+            futures = [batch.submit(first, **GREEDY, max_new_tokens=60, streamer=gate)]
+            futures += [batch.submit(each, **GREEDY, max_new_tokens=60) for each in (lost, last)]
+        if goes_on:
+            assert gate.seen.acquire(timeout=SECONDS)
+            follows = batch.submit(torch.cat((lost, last)), **GREEDY, max_new_tokens=5)
+        gate.go.release(100)
+        with pytest.raises(torch.OutOfMemoryError, match="33 tokens"):
+            futures.pop(1).result(SECONDS)
+        assert told(futures) == [alone(plain, each, 60) for each in (first, last)]
+        if not goes_on:
+            follows = batch.submit(torch.cat((lost, last)), **GREEDY, max_new_tokens=5)
+        assert told([follows]) == [alone(plain, torch.cat((lost, last)), 5)]
+        assert batch.stats.reused == 0 and 33 in begun
+
+
+def test_a_head_reads_no_ended_prompt_where_rows_become_fewer(
+    begun: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does a prompt go on from one of these."""
+    rest(monkeypatch)
+    plain, model = made("random")
+    ids, counts = texts(40, 33, 20, 9), (6, 60, 7, 8)
+    with fastspec.continuous(model, AUTO, rows=4, max_length=200) as batch:
+        batch._prefixes.least = 8
+        with batch._changed:
+            futures = [
+                batch.submit(each, **GREEDY, max_new_tokens=count) for each, count in zip(ids, counts, strict=True)
+            ]
+        found = told(futures)
+        assert found == [alone(plain, each, count) for each, count in zip(ids, counts, strict=True)]
+        assert len(batch._batch.prompts) == 1 and [count for count in begun if count > 1] == [33]
+        for text, kept in ((found[0], False), (found[1], True)):
+            told([batch.submit(torch.tensor([*text, 7]), **GREEDY, max_new_tokens=4)])
+            assert (batch.stats.reused > 0) == kept
 
 
 def test_a_prompt_in_parts_and_one_that_waits_share_a_reader(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,7 +151,7 @@ class Stepping:
         self.entries[-1][0].fails = len(self.entries) - 1 in self.failing
         return self.entries[-1]
 
-    def defer(self, *text: Any) -> None:
+    def defer(self, *text: Any, refuse: Any) -> None:
         """No prompt waits for its drafter."""
 
     def admit(

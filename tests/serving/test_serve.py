@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import random
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +36,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 import fastspec
 from fastspec.patches.call import one_prompt
 from fastspec.patches.call.processors import TokenPenalties
+from fastspec.programs.serving import app
 
 pytestmark = MARKS
 
@@ -188,12 +192,13 @@ def test_a_full_queue_a_missing_key_and_an_answer_as_long_as_there_is_room(endle
         assert [list(stream)[-1].usage.completion_tokens for stream in streams] == [119, 119]
 
 
-def test_a_batch_that_has_stopped_is_unhealthy(pair, monkeypatch):
+def test_a_batch_that_has_stopped_is_unhealthy(pair, monkeypatch, caplog):
     from fastspec.generation.engine.engine import Engine
 
     def failing(self: Any, *rest: Any) -> Any:
         raise RuntimeError('no "luck"')
 
+    caplog.set_level(logging.INFO, "fastspec.serve")
     with served(pair[1], rows=1) as server:
         client = server.client()
         given = {"model": NAME, "prompt": "w5", "max_tokens": 5}
@@ -208,5 +213,17 @@ def test_a_batch_that_has_stopped_is_unhealthy(pair, monkeypatch):
             client.completions.create(**given)
         server.wait(lambda: not server.batch.alive)
         assert post(server, "/v1/completions", json.dumps(given).encode())[0] == 503
+        assert re.search("refused with 503, .*luck", caplog.text)
         with pytest.raises(urllib.error.HTTPError, match="503"):
             server.get("/health")
+
+
+def test_the_log_has_a_few_of_many_refusals_a_second(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "fastspec.serve")
+    for second in (5.0, 6.5):
+        monkeypatch.setattr(app, "time", SimpleNamespace(monotonic=lambda second=second: second))
+        for number in range(300):
+            app._log_refusal(f"it{number}", 429 if number % 2 else 503, "full")
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2 * (app.REFUSALS + 1) and lines[1] == "it1: refused with 429, 'full'"
+    assert lines[app.REFUSALS] == lines[-1] == "more refusals of this second are not logged"

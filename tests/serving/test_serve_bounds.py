@@ -182,6 +182,13 @@ def test_no_tools_are_given_where_none_may_be_chosen(model: Any) -> None:
         assert asked(model, route, tools=[given], tool_choice="none").tools is None
 
 
+def test_tools_that_are_not_allowed_stay_in_the_prompt(model: Any) -> None:
+    tools = [{"type": "function", "name": name} for name in ("f", "g", "h")]
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [*tools[2:], *tools[:1]]}
+    some, every = asked(model, RESPONSE, tools=tools, tool_choice=choice), asked(model, RESPONSE, tools=tools)
+    assert some.tools == every.tools and (some.allowed, every.allowed) == ({"f", "h"}, None)
+
+
 def test_tools_of_a_namespace_have_one_name_for_the_model(model: Any) -> None:
     """In the tools, in calls that it made and in those that it is to make; as Codex gives them."""
     tools = [

@@ -167,6 +167,27 @@ def test_some_tool_is_called_where_one_is_required(server: Served) -> None:
     assert item.type == "function_call" and item.name == "find" and is_valid(json.loads(item.arguments))
 
 
+def only(mode: str, *names: str) -> dict[str, Any]:
+    """A choice of the tools of these names, as chats have it."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_an_allowed_tool_is_called_where_one_is_required(server: Served) -> None:
+    """Of a model that would call the others too; the prompt names them all."""
+    flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "stay"}]}
+    client = server.client()
+    for seed in range(6):
+        more = {"temperature": 1.5, "seed": seed, "parallel_tool_calls": False}
+        given = asked(tools=TOOLS, tool_choice=only("required", "find", "stay"), **more)
+        [call] = client.chat.completions.create(**given).choices[0].message.tool_calls
+        assert call.function.name in ("find", "stay")
+        given = {"model": NAME, "input": "ab", "tools": flat, "tool_choice": choice, "temperature": 1.5}
+        said = client.responses.create(**given, parallel_tool_calls=False, extra_body={"seed": seed})
+        assert [item.name for item in said.output] == ["stay"] and said.tool_choice.mode == "required"
+
+
 def test_one_tool_is_called_where_one_is_required_and_no_more_may_be(server: Served) -> None:
     given = asked(tools=TOOLS[1:2], tool_choice="required", parallel_tool_calls=False)
     choice = server.client().chat.completions.create(**given).choices[0]
@@ -205,6 +226,19 @@ def test_a_call_comes_as_it_does_without_a_structure_beside_it(caller: Served) -
     text = {"format": {"type": "json_schema", "name": "it", "schema": SCHEMA}}
     said = client.responses.create(model=NAME, input="ab", tools=flat, text=text, temperature=0)
     assert [item.type for item in said.output] == ["function_call"]
+
+
+def test_a_call_of_a_tool_that_is_not_allowed_is_content(caller: Served) -> None:
+    tools = [*TOOLS, {"type": "function", "function": {"name": "weather"}}]
+    client = caller.client()
+    for names, more in ((("look",), {}), (("look",), {"response_format": FORMAT}), (("look", "weather"), {})):
+        given = asked(tools=tools, tool_choice=only("auto", *names), **more)
+        whole = client.chat.completions.create(**given).choices[0]
+        parts = [chunk.choices[0] for chunk in client.chat.completions.create(**given, stream=True)]
+        assert whole.finish_reason == parts[-1].finish_reason == ("tool_calls" if "weather" in names else "stop")
+        assert bool(whole.message.tool_calls) == any(part.delta.tool_calls for part in parts) == ("weather" in names)
+        for text in (whole.message.content or "", "".join(part.delta.content or "" for part in parts)):
+            assert text == ("" if "weather" in names else FIRST)
 
 
 @pytest.fixture(scope="module")
@@ -290,6 +324,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"structured_outputs": {"regex": "a"}, "response_format": FORMAT}, "one structure"),
     (CHAT, {"structured_outputs": {"regex": "a"}, "tools": TOOLS, "tool_choice": "required"}, "one structure"),
     (CHAT, {"tool_choice": "required"}, "needs tools"),
+    (CHAT, {"tool_choice": only("auto", "look")}, "'look', which is none of tools"),
+    (CHAT, {"tools": TOOLS, "tool_choice": only("required", "look", "fly")}, "'fly', which is none of tools"),
+    *((CHAT, {"tools": TOOLS, "tool_choice": each}, "tool_choice=") for each in (only("none", "look"), only("auto"))),
+    (RESPONSE, {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]}}, "tool_choice="),
+    (RESPONSE, {"tool_choice": {"type": "allowed_tools", "allowed_tools": 5}}, "tool_choice="),
     (CHAT, {"tool_choice": "always", "tools": TOOLS}, "tool_choice"),
     (CHAT, {"tool_choice": {"type": "function", "function": {"name": "no"}}, "tools": TOOLS}, "'no'"),
     (CHAT, {"structured_outputs": {"regex": "a"}, "tools": TOOLS}, "no place for calls"),

@@ -211,24 +211,31 @@ def test_texts_of_chats_have_words_before_each_turn(serving, files):
     assert [len(text.split()) for text in long] == [*[5] * 9, 45, *[5] * 9, 45]
 
 
-def test_every_load_has_texts_of_its_own_the_same_for_all_servers(serving, files, monkeypatch):
+@pytest.mark.parametrize("parts", [1, 3])
+def test_every_load_has_texts_of_its_own_the_same_for_all_servers(serving, files, monkeypatch, parts):
     """So that no server's cache of prefixes knows a prompt, whatever was asked before."""
     asked: dict[str, list[str]] = {"one": [], "other": []}
 
+    turns = list[str]()
+
     async def load(url, model, prompts, in_flight, count, way):
         asked[url] += prompts
+        turns.append(url)
+        assert way != "turns" or len(prompts) % 10 == 0  # whole chats
         return [serving.Answer(0.0, text, 1, [1.0], 2.0) for text in prompts], 1.0
 
     for name, found in (("load", load), ("name_at", str), ("counted", lambda url: {})):
         monkeypatch.setattr(serving, name, found)
     given = serving.argparse.Namespace(
-        ways=["whole", "turns"], in_flight=[2, 3, 2], requests=4, max_tokens=7, long=40, note="", model="m"
+        ways=["whole", "turns"], in_flight=[2, 3, 2], requests=4, max_tokens=7, long=40, note="", model="m", parts=parts
     )
     given.prompts = str(files[1])
     rows = list(serving.rows_of(given, {name: serving.Started(name) for name in asked}))
     assert asked["one"] == asked["other"] and all(row["equal"] == 1 for row in rows)
     firsts = [text.split("\n")[0] for text in asked["one"]]
     assert len({*firsts}) == len(firsts) == 20 + sum(row["requests"] for row in rows) // 2
+    assert turns == ["one", "other"] * (len(turns) // 2) and (len(turns) > 16) == (parts > 1)
+    assert {row["seconds"] for row in rows} == ({1.0} if parts == 1 else {2.0, 3.0})
 
 
 def test_a_server_that_ends_or_is_never_ready_is_told_with_its_own_words(serving, files):

@@ -230,13 +230,14 @@ class Drafter(Buffered, ABC):
 class Unread:
     """Prompts that one pass of the target has read, and a drafter has not: `reader`, of as many rows, begins with ids
     [B, T], counts [B], features [B, T, F] and root [B] once drafts are wanted. `rows` have taken them: each has the
-    reader's row, and its tokens."""
+    reader's row, and its tokens. `refuse` ends the prompt of a row with an error of that."""
 
     reader: Drafter
     ids: Tensor
     counts: Tensor
     features: Tensor
     root: Tensor
+    refuse: Callable[[int, Exception], None]
     rows: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 

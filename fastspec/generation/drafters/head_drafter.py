@@ -262,13 +262,18 @@ class RestingDrafter(RootsOnly):
             self.counts.zero_()
 
     def _begin(self, unread: Unread) -> None:
-        """Let the rows that took prompts begin with them. Another prompt may be on its way in their reader."""
+        """Let the rows that took prompts begin with them, or refuse these. Another prompt may be on its way in their
+        reader."""
         reader = unread.reader
         assert isinstance(reader, HeadDrafter)
         reader.open(reader.state.limit)
-        reader.begin(unread.ids, unread.counts, unread.features, unread.root)
-        for row, (source, count) in unread.rows.items():
-            self.drafter.move_row(row, reader, source, count)
+        try:
+            reader.begin(unread.ids, unread.counts, unread.features, unread.root)
+            for row, (source, count) in unread.rows.items():
+                self.drafter.move_row(row, reader, source, count)
+        except Exception as error:
+            for row in unread.rows:
+                unread.refuse(row, error)
         reader.open(reader.state.limit)
 
     def forget(self, row: int | None = None) -> None:

@@ -46,14 +46,15 @@ WATCHED = 4, 8
 all."""
 MARGIN = 1.1
 """Tokens per cost that drafts have to promise, over those of a round without that has waited for a look-up."""
-FEW, MANY, BEYOND_COST = 8, 32, 0.5
-"""Rows that go on of an open batch up to which drafts pay by what rounds cost, and from which they have to promise so
-many more tokens over cost: rows part, so that each prompt is read alone, which cost 1.5B's served rows 16 to 18 % with
-32 in flight. So they have to where the host chooses tokens."""
+FEW, BEYOND_COST, PROMISED = 8, 1.5, 128
+"""Rows that go on of an open batch up to which drafts pay by what rounds cost; tokens over cost that they have to
+promise to more rows, which part so that each prompt is read alone, and where the host chooses tokens; and rounds over
+which what they promise to more rows is averaged: a few stand for all, and drafts that began when these had much to come
+brought less. Without these, n-grams cost a 1.5B's 32 served rows 16 to 18 %."""
 
 
 def watched(rows: int) -> int:
-    """How many of so many rows are watched."""
+    """Number of rows that are watched, of so many."""
     return min(max(rows // 2, WATCHED[0]), WATCHED[1])
 
 
@@ -81,6 +82,8 @@ class TimedDrafts:
         rounds with drafts before those without are timed again."""
         self.idle = 0
         """Rounds since the last one with drafts."""
+        self.promise, self.asked = 1.0, 0
+        """What drafts have promised lately where many rows go on, and rounds since that was asked."""
         self.hosted = False
         """True where the host had a part in choosing the last round's tokens, which takes longer."""
         self.waits, self.made, self.timed = False, 0.0, False
@@ -134,7 +137,7 @@ class TimedDrafts:
         waited, self.waits = kind == 1 and self.waits, False
         told = None if waited or made != self.made else ~kind if hosted else kind
         spent = self.times.take(told, rounds) if self.timed else None
-        self.unseen -= kind > 1
+        self.unseen, self.asked = self.unseen - (kind > 1), self.asked + rounds
         self.idle = 0 if kind > 1 else self.idle + rounds
         if self.idle - rounds < STALE <= self.idle:
             for size in self.sizes:
@@ -150,10 +153,8 @@ class TimedDrafts:
 
     def _least(self, going: Sequence[bool]) -> float:
         """Tokens over cost, as far as that is known, by which drafts pay."""
-        if self.ends_at_once:
-            return 1.0
-        share = 1.0 if self.hosted else (sum(going) - FEW) / (MANY - FEW)
-        return 1 + BEYOND_COST * min(1.0, max(0.0, share))
+        beyond = not self.ends_at_once and (self.hosted or sum(going) > FEW)
+        return BEYOND_COST if beyond else 1.0
 
     def rests(self, going: Sequence[bool], timed: bool) -> int:
         """Rounds without drafts that come next, where rows go on or not; 0: there may be drafts. `timed` says whether a
@@ -162,14 +163,22 @@ class TimedDrafts:
         if timed and self.unseen <= 0:
             self.unseen = UNSEEN
             return SEEN
-        return 0 if self.left > 0 and self.pays(going) > self._least(going) else RESTS
+        return 0 if self.left > 0 and self._promises(going) > self._least(going) else RESTS
 
     def rests_on(self, going: Sequence[bool]) -> int:
         """Rounds without drafts after the next one, which has none either."""
-        if self.left > 0 and self.pays(going, following=True) >= max(self.begins, BEGUN * self._least(going)):
+        if self.left > 0 and self._promises(going, following=True) >= max(self.begins, BEGUN * self._least(going)):
             return 0
         more = UNHEARD if self.hosted else 0.0 if self.ends_at_once else QUIET
         return max(1, min(LONGEST, int(more * (sum(going) - 1))))
+
+    def _promises(self, going: Sequence[bool], following: bool = False) -> float:
+        """Tokens over cost that drafts are expected to bring, lately where many rows go on."""
+        pays, asked, self.asked = self.pays(going, following), self.asked, 0
+        if self.ends_at_once or sum(going) <= FEW:
+            return pays
+        self.promise += min(1.0, asked / PROMISED) * (pays - self.promise)
+        return self.promise
 
     def pays(self, going: Sequence[bool], following: bool = False) -> float:
         """Tokens over cost that drafts which may be lost are expected to bring now, or in the round after the next one

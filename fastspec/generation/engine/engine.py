@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Generic, TypeVar
@@ -140,16 +140,24 @@ class Engine(Generic[TargetT]):
         self.state.activate([True] * len(self.state.running))
 
     def defer(
-        self, reader: Drafter | None, ids: Tensor, counts: Tensor, features: Tensor, root: Tensor
+        self,
+        reader: Drafter | None,
+        ids: Tensor,
+        counts: Tensor,
+        features: Tensor,
+        root: Tensor,
+        *,
+        refuse: Callable[[int, Exception], None],
     ) -> Unread | None:
         """Let prompts that a drafter would begin with wait until drafts are wanted; None where it has to begin with
-        them now: where the next round has drafts, or there is no room for their features."""
+        them now: where the next round has drafts, or there is no room for their features. An error of it
+        then goes to `refuse`, for every row that took one."""
         resting = self.resting
         if resting is None or reader is None or self.pinned is not None or self._wanted:
             return None
         if not resting.takes(ids.numel()):
             return None
-        return Unread(reader, ids, counts, features.clone(), root)  # the next pass may write over them
+        return Unread(reader, ids, counts, features.clone(), root, refuse)  # the next pass may write over them
 
     def has_unread(self, row: int) -> bool:
         """True where the drafter has not read the prompt of a row."""
@@ -170,13 +178,11 @@ class Engine(Generic[TargetT]):
         the prompt is about to leave. No round may be in flight."""
         self.fallback.tell(self.drafter)
         self.interrupt()
-        if self.resting is not None:
-            self.resting.forget(row)  # the others' is read later
-            self.kept[row] = 0
-            if unread is not None:
-                unread.rows[row] = source or 0, count
-                if unread not in self.resting.unread:
-                    self.resting.unread.append(unread)
+        self.forget(row)  # the others' is read later
+        if self.resting is not None and unread is not None:
+            unread.rows[row] = source or 0, count
+            if unread not in self.resting.unread:
+                self.resting.unread.append(unread)
         if self.sizes is not None and self.pinned is None:
             self.sizes.join(1 / len(self.state.running))
         self._leave()
@@ -327,11 +333,12 @@ class Engine(Generic[TargetT]):
             self.fallback.hear(self.drafter)
             self.drafter.interrupt()
 
-    def forget(self) -> None:
-        """Drop what is kept for the drafter of prompts and of rounds without drafts: nobody drafts after these."""
-        self.kept = [0] * len(self.kept)
+    def forget(self, row: int | None = None) -> None:
+        """Drop what is kept of a row (None: of all) for the drafter, of prompts and of rounds without drafts: nobody
+        drafts after these."""
+        self.kept = [0 if row in (None, place) else rounds for place, rounds in enumerate(self.kept)]
         if self.resting is not None:
-            self.resting.forget()
+            self.resting.forget(row)
 
     def settle(self) -> None:
         """Let the drafter read what was emitted without it; other work comes between two rounds."""

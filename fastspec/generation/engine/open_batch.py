@@ -407,6 +407,7 @@ class RowCounts(Generic[TargetT]):
         batch, former, made = self.batch, self.current, self._of(width)
         if made is None:
             return
+        batch.prefixes.leave([row for row, prompt in enumerate(batch.prompts) if prompt is not None])
         self.current = made
         moves = batch.resize(width, batch.prefixes.oldest(made.engine, width))
         batch.prefixes.move(made.engine, moves)

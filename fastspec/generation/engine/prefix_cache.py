@@ -177,7 +177,17 @@ class PrefixCache(Generic[TargetT]):
     def give_away(self, row: int) -> None:
         """A row of the current engine is about to be written."""
         if self.current is not None:
+            if self.current.has_unread(row):
+                self.drop(row)
             self.save(self.current, row)
+            self.texts[self.current][row] = None
+
+    def drop(self, row: int) -> None:
+        """The drafter has not read the text of a row of the current engine, and will not: it is not kept."""
+        assert self.current is not None
+        text = self.texts[self.current][row]
+        if text is not None:
+            self.dropped.append(text.begins(self.least or 0))
             self.texts[self.current][row] = None
 
     def put(self, row: int, prompt: Tensor, answer: list[int], reached: int) -> None:
@@ -194,11 +204,20 @@ class PrefixCache(Generic[TargetT]):
         if text is not None and text.running:
             texts[row] = CachedText(text.ids, [], text.reached, self._use(), running=False, first=text.first)
 
+    def leave(self, held: Collection[int]) -> None:
+        """The rounds of the current engine end, where the rows `held` have prompts: its drafter reads no others."""
+        assert self.current is not None
+        for row in range(len(self.texts[self.current])):
+            if row not in held and self.current.has_unread(row):
+                self.drop(row)
+                self.current.forget(row)
+        self.current.end()
+
     def move(self, engine: Engine[TargetT], moves: dict[int, int]) -> None:
-        """Another engine is about to decode: its rows take prompts from rows of the current one, by `moves`."""
+        """Another engine is about to decode: its rows take prompts from rows of the current one, which it has left, by
+        `moves`."""
         assert self.current is not None
         texts, former = self.texts[engine], self.texts[self.current]
-        self.current.end()
         for row in moves:
             self.save(engine, row, taken=moves.values())
         for row, source in moves.items():
@@ -209,9 +228,6 @@ class PrefixCache(Generic[TargetT]):
         """Copy the text of a row that is given away over an older one of an engine of more rows, if it is not taken."""
         text = self.texts[engine][row]
         if text is None or text.used == GIVEN_UP:
-            return
-        if engine.has_unread(row):
-            self.dropped.append(text.begins(self.least or 0))
             return
         found, lost = None, False
         try:

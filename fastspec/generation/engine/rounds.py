@@ -155,9 +155,11 @@ class Rounds(Generic[TargetT]):
             return self._read_alone((self.joining.row, self.joining.prompt, self.joining.ids), room)
         batch = self.batch
         prefix = batch.prefix()
+        if prefix is not None and not self.engine.joins:
+            unread = self.engine.has_unread(prefix.row)
+            self.engine.settle()  # a row that runs may have what is read
+            prefix = batch.prefix() if unread else prefix  # which is gone where the drafter could not read it
         if prefix is not None:
-            if not self.engine.joins:
-                self.engine.settle()  # a row that runs may have what is read
             row, prefix = batch.row_for(prefix), prefix.held(self.engine.drafter)
             return self._read_alone((row, *batch.next(row)), room, prefix=prefix)
         rows = batch.free()[: self._gather(room)]
@@ -282,7 +284,12 @@ class Rounds(Generic[TargetT]):
 
     def _defer(self, *text: Any) -> Unread | None:
         """`Engine.defer`, where no text is gone on from: a row whose prompt the drafter has not read is not kept."""
-        return self.engine.defer(*text) if self.batch.prefixes.idle else None
+        return self.engine.defer(*text, refuse=self._unreadable) if self.batch.prefixes.idle else None
+
+    def _unreadable(self, row: int, error: Exception) -> None:
+        """End the prompt of a row that the drafter could not read, and keep no text of it."""
+        self.batch.refuse(self.batch.places[row], error)
+        self.batch.prefixes.drop(row)
 
     def _one_by_one(self, pairs: Sequence[tuple[Waiting, tuple[Tensor, Tensor] | None]], error: Exception) -> int:
         """Read alone what could not be read together, so that what one prompt raises is that one's -> the tokens. Where

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import warnings
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -79,9 +80,13 @@ class KeptVocabularies:
                 keep_counts(vocabulary)
 
     def keep_all(self) -> None:
-        """Keep the counts of all."""
+        """Keep the counts of all; those on a device that an error has broken are lost, with a warning."""
         for each in list(self.held):
-            keep_counts(each)
+            try:
+                keep_counts(each)
+            except RuntimeError as error:
+                why = str(error).partition("\n")[0]
+                warnings.warn(f"fastspec could not keep counts of tokens: {why}", RuntimeWarning, stacklevel=2)
 
 
 vocabularies = KeptVocabularies()

@@ -150,8 +150,8 @@ class ResponseParser:
     """Parser of an answer's text by a response template, whatever pieces it comes in.
 
     Calls are parsed where `tools` are given, and `most` of them are told (None: all); a text that opens as one and is
-    none is content. Blanks around content and reasoning are left out. `prompt` is the text before the answer, of which
-    templates write a part (`<think>`).
+    none, or is not `allowed` (None: all are), is content. Blanks around content and reasoning are left out. `prompt` is
+    the text before the answer, of which templates write a part (`<think>`).
     """
 
     def __init__(
@@ -161,7 +161,9 @@ class ResponseParser:
         tools: list[dict[str, Any]] | None,
         prompt: str,
         most: int | None = None,
+        allowed: frozenset[str] | None = None,
     ) -> None:
+        self.allowed = allowed
         self.template, self.tokenizer, self.tools, self.most = template, tokenizer, tools, most
         self.parser = chat_parsing.ResponseParser(_plain(json.dumps(template), bool(tools)), prefix=prompt)
         self.called = 0
@@ -198,12 +200,13 @@ class ResponseParser:
         self.blanks[kind] = text[len(kept) :] if kept or before is not None else None
 
     def _calls(self, raw: str) -> list[ToolCall]:
-        """The calls in a text that opens as one; none where it does not parse."""
+        """The allowed calls in a text that opens as one; none where it does not parse."""
         fields = {"tool_calls": self.template["fields"]["tool_calls"]}
         try:
             found = self.tokenizer.parse_response(raw, self.template | {"fields": fields}, prefix="", tools=self.tools)
             calls = [each for held in _listed(found["tool_calls"]) for each in _listed(held)]
-            return [_call(each["function"]) for each in calls]
+            made = [_call(each["function"]) for each in calls]
+            return [call for call in made if self.allowed is None or call.name in self.allowed]
         except (ValueError, KeyError, TypeError, RecursionError):  # of a model's own text, which may be anything
             return []
 

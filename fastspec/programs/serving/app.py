@@ -12,6 +12,7 @@ import re
 import socket
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -65,7 +66,11 @@ GONE = 60_000
 hold a row for a quarter of an hour."""
 LOGGED = 500
 """Characters of a refusal that the log has: it may name a part of the request, which may be long."""
+REFUSALS = 20
+"""Refusals with 429 and 503 that the log has a second: a server that is full, or has failed, may refuse hundreds."""
 log = logging.getLogger("fastspec.serve")
+logged: Counter[int] = Counter()
+"""Such refusals of the last second that had any."""
 FLAGS: dict[str, Check] = dict.fromkeys(("add_special_tokens", "add_generation_prompt", "return_token_strs"), TRUTH)
 OF_TEMPLATES = "messages", "tools", "chat_template_kwargs"
 TOKENIZE = Route((), frozenset((*FLAGS, *OF_TEMPLATES, "model", "prompt")), {**FLAGS, "prompt": (IS_TEXT, "a text")})
@@ -288,7 +293,16 @@ def _failed(error: Exception, name: str, path: str) -> JSONResponse:
 
 
 def _log_refusal(name: str, status: int, message: str) -> None:
-    if status < 500:
+    if status in (429, 503):
+        second = int(time.monotonic())
+        if second not in logged:
+            logged.clear()
+        logged[second] += 1
+        if logged[second] == REFUSALS + 1:
+            log.info("more refusals of this second are not logged")
+        if logged[second] > REFUSALS:
+            return
+    if status != 500:  # which is logged with its traceback
         log.info("%s: refused with %d, %r", name, status, message[:LOGGED])
 
 

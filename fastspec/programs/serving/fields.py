@@ -106,6 +106,11 @@ def _is_tool(value: Any) -> bool:
     return object_of({"type": one_of("function")})(value) and NAMED(value.get("function", value))
 
 
+def _is_allowed(value: Any) -> bool:
+    held = object_of({"mode": one_of("auto", "required"), "tools": list_of(_is_tool, 1)})
+    return object_of({"type": one_of("allowed_tools")})(value) and held(value.get("allowed_tools", value))
+
+
 SPACE = object_of({"name": IS_TEXT, "type": one_of("namespace"), "tools": list_of(_is_tool, 1)})
 EFFORTS = one_of("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
@@ -154,8 +159,8 @@ ACCEPTED: dict[str, Check] = {
     "generation_config": (IS_TEXT, 'a JSON text of an object, {"max_new_tokens": 64} in quotes'),
     "tools": (list_of(_is_tool), "a list of tools of type function, each with a name"),
     "tool_choice": (
-        either(one_of("auto", "none", "required"), _is_tool),
-        "'auto', 'none', 'required' or a tool of type function by its name",
+        either(one_of("auto", "none", "required"), _is_tool, _is_allowed),
+        "'auto', 'none', 'required', a tool of type function by its name, or allowed_tools with a mode and such tools",
     ),
     "parallel_tool_calls": TRUTH,
     "response_format": (either(PLAIN_FORMAT, NESTED_FORMAT), FORMATS),

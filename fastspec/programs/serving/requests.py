@@ -76,6 +76,8 @@ class AnswerRequest:
     prompts: tuple[str | list[int], ...]
     messages: list[Body]
     tools: list[Body] | None
+    allowed: frozenset[str] | None
+    """Names of the tools that an answer may call; None: any."""
     variables: Body
     config: GenerationConfig
     seed: int | None
@@ -230,7 +232,8 @@ def read(
         raise too_many(config.max_new_tokens, limits)
     given = body.get("tools") if body.get("tool_choice") != "none" else None
     tools, spaces = _functions(given) if given else (None, {})
-    structure = structure_of(body, tools, calls)
+    held, callable_tools = _allowed(body, tools)
+    structure = structure_of(held, callable_tools, calls)
     if structure is not None:
         if "eos_token_id" in (settings or {}):
             raise Refused("eos_token_id of generation_config: an answer with a structure ends with the model's own")
@@ -253,6 +256,7 @@ def read(
         prompts=prompts,
         messages=messages,
         tools=tools,
+        allowed=None if held is body else frozenset(tool["function"]["name"] for tool in callable_tools or ()),
         variables=variables,
         config=config,
         seed=body.get("seed"),
@@ -362,6 +366,20 @@ def _nested(tool: Body) -> Body:
     if "function" in tool:
         return tool
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _allowed(body: Body, tools: list[Body] | None) -> tuple[Body, list[Body] | None]:
+    """A request whose choice allows some of its tools as one that has no others, and these; any other as it is. Raises
+    Refused for a tool that is not there."""
+    choice = body.get("tool_choice")
+    if not isinstance(choice, dict) or choice["type"] != "allowed_tools":
+        return body, tools
+    held, found = choice.get("allowed_tools", choice), {tool["function"]["name"]: tool for tool in tools or ()}
+    names = dict.fromkeys(tool.get("function", tool)["name"] for tool in held["tools"])
+    for name in names:
+        if name not in found:
+            raise Refused(f"tool_choice allows the tool {name!r}, which is none of tools")
+    return {**body, "tool_choice": held["mode"]}, [found[name] for name in names]
 
 
 def _conversation(body: Body) -> list[Body]:

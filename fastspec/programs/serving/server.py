@@ -419,7 +419,7 @@ class Server:
             return AnswerReader(self.tokenizer, None, stop=asked.stop, names=names)
         begun = prompt.text if structure is None else ""  # a structure begins with the answer's first token
         most = None if asked.parallel else 1
-        parser = reading.ResponseParser(self.template, self.tokenizer, asked.tools, begun, most)
+        parser = reading.ResponseParser(self.template, self.tokenizer, asked.tools, begun, most, asked.allowed)
         either = parser if structure is None else reading.StructureParser(structure.opening, parser)
         return AnswerReader(self.tokenizer, either, ends & self.special, asked.stop, names)
 
