@@ -562,11 +562,11 @@ def test_many_rows_of_an_open_batch_draft_where_drafts_promise_more_than_rounds_
     rule.unseen = 1  # no rounds run for their time
     for promised in (0.95 * least, 1.05 * least):
         monkeypatch.setattr(rule, "pays", lambda rows, following=False, promised=promised: promised)
-        rule.asked = ngram_rounds.PROMISED
+        rule.promise = promised
         assert (rule.rests(on, True) == 0) == (promised > least)
         enough = max(rule.begins, 1.1 * least) / least * promised
         monkeypatch.setattr(rule, "pays", lambda rows, following=False, enough=enough: enough)
-        rule.asked = ngram_rounds.PROMISED
+        rule.promise = enough
         assert (rule.rests_on(on) == 0) == (promised > least)
 
 
@@ -590,6 +590,9 @@ def test_what_drafts_promise_to_many_rows_is_averaged(monkeypatch):
             rule.ran(1, False, rounds=4)
             begun[going] += rule.rests_on([row < going for row in range(32)]) == 0
     assert begun == {9: 0, 8: 100}
+    rule.promise, rule.asked = 1.0, 10_000  # as while nothing was left to lose
+    monkeypatch.setattr(rule, "pays", lambda rows, following=False: 3.0)
+    assert rule.rests_on([True] * 32)
     monkeypatch.setattr(rule, "pays", lambda rows, following=False: 2.0)
     rounds = 0
     while rule.rests_on([True] * 32):

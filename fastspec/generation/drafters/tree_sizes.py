@@ -58,12 +58,12 @@ BETWEEN_CALLS = 0.5
 CURIOUS, ENOUGH = 0.08, 32.0
 """Part by which an untried size may promise less than another and be tried, and the rounds of texts that end this."""
 RENEWED, HELD_UP = 0.25, 0.9
-"""Weight of a block's milliseconds among those of its size, but for several rounds' that took less than this part of
-those before: what held these up is over. The least of many that differ a little would be too little."""
+"""Weight of a block's milliseconds among those of its size, and the part of these below which several rounds are
+believed whole: what held up the earlier ones is over. Believing every shorter block would keep the least of them."""
 UNSEEN, SURE = (256, 4096), 2.0
-"""Rounds with drafts of one kind after which a block without any is timed again, twice as many each time, and at most,
-as plain rounds that something held up made drafts pay for ever; and what drafts bring over those, as far as is known,
-from which on it is the most at once."""
+"""Rounds with drafts of one kind after which a block of plain ones is timed again, at first and, doubled each time, at
+most: where something had held up the first ones, drafts seemed to pay for ever. Drafts that seem to bring this many
+times the tokens wait for the most at once."""
 MOST_TRIES = 3
 """Rounds at the most that try drafts again: more where the changes of size before and after cost more than they do."""
 CHANGES = 5
@@ -148,7 +148,7 @@ class TreeSizes:
         self.share = 1.0
         """Share of the running rows that take drafts."""
         self.drafting = defaultdict[int, int](int)
-        """Rounds with drafts since some of their kind without ran for their time, and so many that these do again."""
+        """Rounds with drafts of each kind since plain ones were timed, and how many there may be."""
         self.unseen = defaultdict[int, int](lambda: UNSEEN[0])
         self.samples: list[float] = []
         self.made: frozenset[int] = frozenset()
@@ -157,7 +157,7 @@ class TreeSizes:
         """Size of the next round, rounds of this block that are left, whether it tries drafts again, and whether it
         waits until it may."""
         self.sees = False
-        """Whether it is one without drafts that runs for its time."""
+        """True in a block of plain rounds that run to be timed."""
         self.least = 0.0
         """Target passes that the rounds of this block were measured to cost more than plain ones, at the least."""
         self.begin()
